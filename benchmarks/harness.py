@@ -40,7 +40,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import psutil
 
-from kbrl_async.runs.archive.archive import Archive, Row, Update
+from kbrl_async.runs.archive.archive import ArchiveReader, TurnRow, UpdateRow
 from protocols.ledger import LedgerOptions, StageOptions
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem
 from services.broker.options import BrokerOptions
@@ -291,26 +291,26 @@ def _serve(options: BrokerOptions, core: int | None) -> None:
 
     from kbrl_async.runs.telemetry import logs
     from services.broker.descriptors import raise_descriptor_limit
-    from services.broker.server import Broker
+    from services.broker.server import BrokerServer
 
     logs.configure("broker", Path(options.run_dir), "info", terminal=False)
     raise_descriptor_limit()
     os.sched_setaffinity(0, CORES if core is None else {core})
-    uvloop.run(Broker(options).run())
+    uvloop.run(BrokerServer(options).run())
 
 
 # ── runs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def rows_of(run: Path) -> list[Row]:
-    with Archive(run / "rollouts.sqlite") as archive:
+def rows_of(run: Path) -> list[TurnRow]:
+    with ArchiveReader(run / "rollouts.sqlite") as archive:
         return list(archive.rows())
 
 
-def updates_of(run: Path) -> list[Update]:
+def updates_of(run: Path) -> list[UpdateRow]:
     if not (run / "rollouts.sqlite").exists():
         return []
-    with Archive(run / "rollouts.sqlite") as archive:
+    with ArchiveReader(run / "rollouts.sqlite") as archive:
         return archive.updates()
 
 

@@ -28,7 +28,7 @@ from benchmarks.harness import say as tell
 from kbrl_async.errors import UserError
 from kbrl_async.learning import efficiency
 from kbrl_async.learning.distributed import ProcessGroup
-from kbrl_async.learning.forward_backward import Fused, OfModules, update_bytes
+from kbrl_async.learning.forward_backward import FusedPasses, OfModules, update_bytes
 from kbrl_async.learning.fused import memory
 from kbrl_async.learning.fused.attention import fastest
 from kbrl_async.learning.fused.memory import head_depth
@@ -53,7 +53,7 @@ RANK = 32
 TEMPERATURE = 1.0
 
 
-class Asked(msgspec.Struct, frozen=True):
+class StepOptions(msgspec.Struct, frozen=True):
     """Of all steps that are compared."""
 
     shape: str
@@ -117,7 +117,7 @@ def step(
         torch.set_num_threads(1)
     length = length or (256 if device == "cpu" else 8192)
     rank = RANK if weights == "lora" else 0
-    asked = Asked(shape, device, seconds, length, prompt_tokens or length // 4, group, rank, held)
+    asked = StepOptions(shape, device, seconds, length, prompt_tokens or length // 4, group, rank, held)
     peak = efficiency.measured_peak(torch.device(device), asked.on_gpu)
     floor = floors(asked, peak)
     out: Result = {"shape": shape, "weights": weights, "checkpointing": checkpointing, "sequence": length}
@@ -143,7 +143,7 @@ def step(
     return out
 
 
-def floors(asked: Asked, peak: float) -> Result:
+def floors(asked: StepOptions, peak: float) -> Result:
     """What the arithmetic alone allows on this card, tokens/s, at the rate of a large matrix product measured here."""
     config = config_of(asked.shape)
     scored = 1 - asked.prompt_tokens / asked.length
@@ -174,7 +174,7 @@ def config_of(shape: str) -> Any:
     return AutoConfig.for_model(**{**given, "max_position_embeddings": POSITIONS}, sliding_window=None)
 
 
-def build(asked: Asked) -> torch.nn.Module:
+def build(asked: StepOptions) -> torch.nn.Module:
     """Made on the device: 7 billion random numbers on a CPU would take minutes."""
     torch.manual_seed(0)
     held = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -191,11 +191,11 @@ def build(asked: Asked) -> torch.nn.Module:
     return model.eval()
 
 
-def policy(asked: Asked) -> torch.nn.Module:
+def policy(asked: StepOptions) -> torch.nn.Module:
     return wrap_lora(build(asked), asked.rank) if asked.rank else build(asked)
 
 
-def group_of(asked: Asked) -> list[TrainGroup]:
+def group_of(asked: StepOptions) -> list[TrainGroup]:
     generator = torch.Generator().manual_seed(1)
     vocabulary = config_of(asked.shape).vocab_size
 
@@ -211,10 +211,10 @@ def group_of(asked: Asked) -> list[TrainGroup]:
     return [TrainGroup("g", "p", 1, samples)]
 
 
-class Stopwatch:
+class StepStopwatch:
     """Steps of one kind: the first (plans, compilation) is not counted; then as many as fit, at least two."""
 
-    def __init__(self, name: str, asked: Asked) -> None:
+    def __init__(self, name: str, asked: StepOptions) -> None:
         self._name, self._asked = name, asked
         self._steps: list[float] = []
         say(f"{name}: first step …")
@@ -255,13 +255,13 @@ def free() -> None:
 # ── ours ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def of_ours(asked: Asked, options: Learner, profile: bool) -> Result:
+def of_ours(asked: StepOptions, options: Learner, profile: bool) -> Result:
     found = _of_ours(asked, options, profile)
     free()
     return found
 
 
-def _of_ours(asked: Asked, options: Learner, profile: bool) -> Result:
+def _of_ours(asked: StepOptions, options: Learner, profile: bool) -> Result:
     ranks = ProcessGroup(torch.device(asked.device)) if "RANK" in os.environ else None
     settings = Config(loss="grpo", learning_rate=1e-6, learner=options)
     model = policy(asked)
@@ -273,18 +273,18 @@ def _of_ours(asked: Asked, options: Learner, profile: bool) -> Result:
         sys.exit(0)
     groups = group_of(asked)
     trainer.step(groups, TEMPERATURE)  # with plans of attention and compilation of kernels, which may wait
-    is_strict = asked.on_gpu and isinstance(trainer.passes, Fused)
+    is_strict = asked.on_gpu and isinstance(trainer.passes, FusedPasses)
     if is_strict:
         strict(trainer)
     if profile:
         profiled(lambda: trainer.step(groups, TEMPERATURE))
-    watch = Stopwatch("ours, shared prompt" if options.share_prompts else "ours", asked)
+    watch = StepStopwatch("ours, shared prompt" if options.share_prompts else "ours", asked)
     trainer.step(groups, TEMPERATURE)
     while not watch.end():
         watch.begin()
         trainer.step(groups, TEMPERATURE)
     found = watch.found()
-    assert isinstance(trainer.passes, Fused | OfModules)
+    assert isinstance(trainer.passes, FusedPasses | OfModules)
     plan = trainer.passes.plan(options.token_budget)
     found["layers"] = {
         "all": config_of(asked.shape).num_hidden_layers,
@@ -326,7 +326,7 @@ def profiled(step: Callable[[], object]) -> None:
     say(found.key_averages().table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=90))
 
 
-def attention_of(asked: Asked) -> str:
+def attention_of(asked: StepOptions) -> str:
     shape = config_of(asked.shape)
     heads, kv = shape.num_attention_heads, shape.num_key_value_heads
     length = 1 << max(9, (asked.length - 1).bit_length())
@@ -399,7 +399,7 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", pad_token="<end>")
 
 
-def of_trl(asked: Asked, checkpointing: bool) -> Result:
+def of_trl(asked: StepOptions, checkpointing: bool) -> Result:
     import transformers
 
     missing = StandIn("datasets", "pandas", "pyarrow").missing
@@ -409,7 +409,7 @@ def of_trl(asked: Asked, checkpointing: bool) -> Result:
 
     samples = group_of(asked)[0].samples
 
-    class Step(GRPOTrainer):  # type: ignore[misc]
+    class TrlStep(GRPOTrainer):  # type: ignore[misc]
         def _send_telemetry(self) -> None:
             """There may be no network."""
 
@@ -427,9 +427,9 @@ def of_trl(asked: Asked, checkpointing: bool) -> Result:
                 "num_items_in_batch": total,
             }
 
-    watch = Stopwatch("trl", asked)
+    watch = StepStopwatch("trl", asked)
 
-    class Clock(transformers.TrainerCallback):  # type: ignore[misc]
+    class StepClock(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             watch.begin()
 
@@ -449,14 +449,14 @@ def of_trl(asked: Asked, checkpointing: bool) -> Result:
         adapter = asked.rank and LoraConfig(
             r=RANK, lora_alpha=2 * RANK, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
         )
-        trainer = Step(
+        trainer = TrlStep(
             model=build(asked).train(),
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             args=arguments,
             train_dataset=prompts(),
             processing_class=tokenizer(),
             peft_config=adapter or None,
-            callbacks=[Clock()],
+            callbacks=[StepClock()],
         )
         trainer.train()
     found = watch.found()

@@ -22,7 +22,7 @@ from kbrl_async.kernels.syntax import read
 from kbrl_async.lab.indexing import build_index
 from kbrl_async.rollouts.retrieval import Query, Retriever, SourceOptions, open_source
 from kbrl_async.rollouts.retrieval.embedders import Passage, Vectors
-from kbrl_async.rollouts.retrieval.store import Store
+from kbrl_async.rollouts.retrieval.store import IndexReader
 from tests.retrieval_corpus import kernelbook_lines, mutated, sakana_lines, write_lines
 
 commands = Commands("retrieval", __doc__)
@@ -54,7 +54,7 @@ def _measured(folder: Path, rows: int, archive_rows: int, queries: int) -> Resul
     manifest = build_index(sources, folder / "index")
     build_s, cpu_s = time.perf_counter() - begun, time.process_time() - cpu
     build_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    store, retriever, rng = Store(folder / "index"), Retriever.open(folder / "index"), random.Random(2)
+    store, retriever, rng = IndexReader(folder / "index"), Retriever.open(folder / "index"), random.Random(2)
     embedder = store.embedder()
     chosen = [row for row in rng.sample(range(store.count), 2 * queries) if store.entry(row).corpus == "kernelbook"]
     chosen = chosen[:queries]
@@ -98,7 +98,7 @@ def _tf_idf(sources: list[str], weights: dict[str, float], dimension: int = 512)
     return np.asarray(rows / np.maximum(norms, 1e-9), np.float32)
 
 
-def _anchor_recall(store: Store, rows: list[int], queries: list[str]) -> float:
+def _anchor_recall(store: IndexReader, rows: list[int], queries: list[str]) -> float:
     texts = [store.entry(row).reference for row in range(store.count)]
     documents = Counter(word for text in texts for word in set(WORD.findall(text)))
     weights = {word: math.log(len(texts) / count) for word, count in documents.items()}

@@ -79,7 +79,7 @@ class Answered(NamedTuple):
     """That the service says it had the question for, beyond the work."""
 
 
-class Found:
+class ServingFigures:
     def __init__(self) -> None:
         self.own_ms: list[float] = []
         self.seen_ms: list[float] = []
@@ -123,8 +123,8 @@ def _waited_s(pid: int) -> float:
     return sum(int(path.read_text().split()[1]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
-async def _measured(honest: int, bad: int, seconds: float, pause_s: float) -> Found:
-    found = Found()
+async def _measured(honest: int, bad: int, seconds: float, pause_s: float) -> ServingFigures:
+    found = ServingFigures()
     async with _service() as (port, key, server):
         words = [sys.executable, "-m", "benchmarks.serving", "misbehave", str(port), key, str(bad), str(seconds)]
         others = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
@@ -158,7 +158,7 @@ async def _measured(honest: int, bad: int, seconds: float, pause_s: float) -> Fo
 @commands.inner
 async def misbehave(port: int, key: str, count: int, seconds: float, /) -> None:
     """The clients that do, in a process of their own: what they do to themselves is nobody's share."""
-    found = Found()
+    found = ServingFigures()
     print(flush=True)
     until = time.monotonic() + seconds
     await asyncio.gather(*(_bad(found, port, key, until, BAD[number % len(BAD)]) for number in range(count)))
@@ -194,7 +194,7 @@ async def _service_in(folder: Path) -> None:
     from kbrl_async.errors import DiskFull
     from kbrl_async.kernels.funnel.result import Result as Verified
     from kbrl_async.serving.documents import Job, Outcome
-    from kbrl_async.serving.journal import FILE, Journal
+    from kbrl_async.serving.journal import FILE, JobJournal
     from kbrl_async.serving.settings import Serve
     from protocols.records import Fault, StageReport, Timing, Verdict
     from services.verification.desk import Desk
@@ -210,7 +210,7 @@ async def _service_in(folder: Path) -> None:
             await asyncio.sleep(60.0 if "hang" in job.ask.candidate else RESULT_S)
             return Outcome(right)
 
-    class FillsUp(Journal):
+    class FillsUp(JobJournal):
         full_until = 0.0
 
         def put(self, job: Job) -> None:
@@ -233,7 +233,7 @@ async def _service_in(folder: Path) -> None:
 # ── clients ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _honest(found: Found, port: int, key: str, until: float, pause_s: float, number: int) -> None:
+async def _honest(found: ServingFigures, port: int, key: str, until: float, pause_s: float, number: int) -> None:
     rng = random.Random(number)
     await asyncio.sleep(rng.uniform(0, pause_s))
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -264,7 +264,7 @@ async def _honest(found: Found, port: int, key: str, until: float, pause_s: floa
     writer.close()
 
 
-async def _bad(found: Found, port: int, key: str, until: float, how: str) -> None:
+async def _bad(found: ServingFigures, port: int, key: str, until: float, how: str) -> None:
     while time.monotonic() < until:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):

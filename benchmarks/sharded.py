@@ -22,7 +22,7 @@ from benchmarks.harness import Commands, Result, say
 from kbrl_async.learning import checkpoints, efficiency
 from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.policies.models import wrap_lora
-from kbrl_async.learning.policies.streaming import Drawn, skeleton
+from kbrl_async.learning.policies.streaming import RandomWeights, skeleton
 from kbrl_async.learning.settings import Learner
 from kbrl_async.learning.sharded import ShardedModel
 from kbrl_async.learning.trainer import Trainer
@@ -112,7 +112,7 @@ def _trainer(shape: str, lora_rank: int, learner: Learner, masters: str, offload
         model = skeleton(folder, held)
     if lora_rank:
         model = wrap_lora(model, lora_rank)
-    sharded = ShardedModel(model, ranks, arithmetic=arithmetic, offload=offload, source=Drawn())
+    sharded = ShardedModel(model, ranks, arithmetic=arithmetic, offload=offload, source=RandomWeights())
     settings = Config(loss="grpo", learning_rate=1e-6, lora_rank=lora_rank, learner=learner)
     return Trainer(model, settings, ranks.device, process_group=ranks, sharded=sharded)
 
@@ -181,7 +181,7 @@ def _checkpointed(trainer: Trainer, folder: Path, keep: bool) -> Result:
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "step-000000").mkdir(parents=True)  # so that this one is not the first, which is waited for
     (folder / "step-000000" / "COMPLETE").touch()
-    progress = checkpoints.Progress(version=1)
+    progress = checkpoints.LearnerProgress(version=1)
     began = time.perf_counter()
     still = _timed(lambda: checkpoints.save(folder, trainer, progress, keep_checkpoints=1))
     trainer.settle()

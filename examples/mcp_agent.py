@@ -69,7 +69,7 @@ def improved(source: str, complaint: str) -> str:
 BUSY, TRIES, PAUSE_S = "others had the core", 10, 15
 
 
-class Refused(Exception):  # noqa: N818 - reads as what it is
+class ToolRefusal(Exception):  # noqa: N818 - reads as what it is
     """A tool's own words."""
 
 
@@ -89,7 +89,7 @@ async def main(command: list[str]) -> int:
 
             answer = await client.call_tool(tool, arguments, progress_callback=heard)
             if answer.is_error:
-                raise Refused(answer.content[0].text)
+                raise ToolRefusal(answer.content[0].text)
             return dict(answer.structured_content)
 
         async def proven(tool: str, **arguments: Any) -> dict[str, Any]:
@@ -129,7 +129,7 @@ if __name__ == "__main__":
     go_first()
     try:
         sys.exit(asyncio.run(main(sys.argv[1:] or ["kbrl", "mcp"])))
-    except* Refused as refused:  # from within the client's task groups
+    except* ToolRefusal as refused:  # from within the client's task groups
         inner: BaseException = refused
         while isinstance(inner, BaseExceptionGroup):
             inner = inner.exceptions[0]

@@ -34,7 +34,7 @@ class CheckOptions(msgspec.Struct, frozen=True):
     """By so much two timing intervals may miss each other."""
 
 
-class Case(msgspec.Struct):
+class OpenCheck(msgspec.Struct):
     """One task with opinions. `principals[i]` gave opinion i."""
 
     principals: list[str]
@@ -43,7 +43,7 @@ class Case(msgspec.Struct):
     """Somebody else is to give an opinion; else it is held until its principal's next check."""
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckOutcome(msgspec.Struct, frozen=True):
     """What a comparison has shown."""
 
     winner: int = -1
@@ -63,7 +63,7 @@ class CheckDesk:
     def __init__(self, options: CheckOptions, rng: random.Random) -> None:
         self.options = options
         self._rng = rng
-        self.cases: dict[str, Case] = {}
+        self.cases: dict[str, OpenCheck] = {}
         self.strikes: dict[str, float] = {}
         self.quarantined: set[str] = set()
         self.counters = dict.fromkeys(("checked", "agreed", "disagreed", "unsettled", "unchecked", "redone"), 0)
@@ -82,7 +82,7 @@ class CheckDesk:
             self.counters["unchecked"] += 1
             return "pass"
         picked = self._rng.random() < self.options.share
-        self.cases[task_id] = Case([principal], now, picked)
+        self.cases[task_id] = OpenCheck([principal], now, picked)
         self.counters["checked"] += picked
         return "check" if picked else "hold"
 
@@ -91,7 +91,7 @@ class CheckDesk:
         case = self.cases.get(task_id)
         return frozenset(case.principals) if case else frozenset()
 
-    def compared(self, task_id: str, agree: Iterable[tuple[int, int]], others: bool) -> Finding:
+    def compared(self, task_id: str, agree: Iterable[tuple[int, int]], others: bool) -> CheckOutcome:
         """`agree`: the pairs of opinions that agree. `others`: a third worker could give one."""
         case = self.cases[task_id]
         pairs = set(agree)
@@ -99,16 +99,16 @@ class CheckDesk:
             if (0, 1) in pairs:
                 return self._agreed(task_id, 0, case.principals)
             if others:
-                return Finding(more=True)
+                return CheckOutcome(more=True)
         elif (0, 2) in pairs and (1, 2) not in pairs:
             return self._lied(task_id, 0, case.principals[1], (case.principals[0], case.principals[2]))
         elif (1, 2) in pairs and (0, 2) not in pairs:
             return self._lied(task_id, 1, case.principals[0], (case.principals[1], case.principals[2]))
         self.counters["unsettled"] += 1
         del self.cases[task_id]
-        return Finding()
+        return CheckOutcome()
 
-    def _agreed(self, task_id: str, winner: int, principals: Iterable[str]) -> Finding:
+    def _agreed(self, task_id: str, winner: int, principals: Iterable[str]) -> CheckOutcome:
         self.counters["agreed"] += 1
         del self.cases[task_id]
         released: list[str] = []
@@ -116,9 +116,9 @@ class CheckDesk:
             if self.strikes.get(principal):
                 self.strikes[principal] /= 2
             released += self._take_held(principal)
-        return Finding(winner, release=tuple(released))
+        return CheckOutcome(winner, release=tuple(released))
 
-    def _lied(self, task_id: str, winner: int, liar: str, honest: Iterable[str]) -> Finding:
+    def _lied(self, task_id: str, winner: int, liar: str, honest: Iterable[str]) -> CheckOutcome:
         found = self._agreed(task_id, winner, honest)
         self.counters["agreed"] -= 1
         self.counters["disagreed"] += 1
@@ -128,7 +128,7 @@ class CheckDesk:
         is_out = self.strikes[liar] >= self.options.strikes and liar not in self.quarantined
         if is_out:
             self.quarantined.add(liar)
-        return Finding(found.winner, release=found.release, redo=redo, quarantine=liar if is_out else "")
+        return CheckOutcome(found.winner, release=found.release, redo=redo, quarantine=liar if is_out else "")
 
     def _take_held(self, principal: str) -> list[str]:
         held = [t for t, case in self.cases.items() if not case.checking and case.principals == [principal]]
@@ -139,7 +139,7 @@ class CheckDesk:
     def forget(self, task_id: str) -> None:
         self.cases.pop(task_id, None)
 
-    def due(self, now: float) -> list[tuple[str, Case]]:
+    def due(self, now: float) -> list[tuple[str, OpenCheck]]:
         """Cases that have waited for `hold_s`: check the held ones now, let go of those that nobody can check."""
         return [(t, case) for t, case in self.cases.items() if now - case.since >= self.options.hold_s]
 

@@ -284,7 +284,7 @@ class WorkerStanding(msgspec.Struct, array_like=True, frozen=True):
     load: Load = msgspec.field(default_factory=Load)
 
 
-class Trouble(msgspec.Struct, array_like=True, frozen=True):
+class TroubleReport(msgspec.Struct, array_like=True, frozen=True):
     """Something that went wrong with a task or a worker, as the broker saw it."""
 
     at: float
@@ -309,7 +309,7 @@ class StatusReport(msgspec.Struct, array_like=True, frozen=True):
     workers: list[WorkerStanding] = msgspec.field(default_factory=list)
     counters: dict[str, int] = msgspec.field(default_factory=dict)
     broker: Load = msgspec.field(default_factory=Load)
-    troubles: list[Trouble] = msgspec.field(default_factory=list)
+    troubles: list[TroubleReport] = msgspec.field(default_factory=list)
     """The last ones, oldest first."""
     run: str = ""
     rates: dict[str, float] = msgspec.field(default_factory=dict)

@@ -19,7 +19,7 @@ from protocols.checking import CheckDesk
 from protocols.leases import Lease, LiveTask, PoolWorker, WorkerPool, lease_id, seal_lease
 from protocols.limits import COUNTERS, LedgerOptions
 from protocols.messages import Stage, Status
-from protocols.queues import STAGES, Ended, TaskTable
+from protocols.queues import STAGES, EndedTask, TaskTable
 from protocols.quiet import QuietDesk, Sends
 
 _DRAIN_FIRST = tuple(reversed(STAGES))
@@ -197,7 +197,7 @@ class Moves:
 
     def finish(self, task: LiveTask) -> None:
         self.counters["finished"] += 1
-        forgotten: list[Ended] = self.tasks.end(task)
+        forgotten: list[EndedTask] = self.tasks.end(task)
         self.out.append(ev.Finish(msgspec.structs.replace(task.row(), stage="")))
         self.out.extend(ev.Forget(ended.seq, ended.task_id) for ended in forgotten)
 

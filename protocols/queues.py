@@ -22,7 +22,7 @@ from protocols.messages import Stage, Submit
 STAGES: tuple[str, ...] = tuple(Stage)
 
 
-class Ended(msgspec.Struct, frozen=True):
+class EndedTask(msgspec.Struct, frozen=True):
     seq: int
     task_id: str
     group_id: str
@@ -127,7 +127,7 @@ class TaskTable:
 
     def __init__(self, finished_limit: int) -> None:
         self.live: dict[str, LiveTask] = {}
-        self.ended: OrderedDict[str, Ended] = OrderedDict()
+        self.ended: OrderedDict[str, EndedTask] = OrderedDict()
         self.queues: dict[str, StageQueue] = {stage: StageQueue() for stage in STAGES}
         self.grace: dict[str, LiveTask] = {}
         self.pins = HardwarePins(finished_limit)
@@ -180,21 +180,21 @@ class TaskTable:
             task.grace_until = None
             del self.grace[task.task_id]
 
-    def end(self, task: LiveTask) -> list[Ended]:
+    def end(self, task: LiveTask) -> list[EndedTask]:
         """Turn the task, which is nowhere queued, into a remembered id; returns what is forgotten for it."""
         del self.live[task.task_id]
-        return self._remember(Ended(task.seq, task.task_id, task.group_id))
+        return self._remember(EndedTask(task.seq, task.task_id, task.group_id))
 
-    def close(self, group_id: str) -> tuple[TaskRow, list[Ended]] | None:
+    def close(self, group_id: str) -> tuple[TaskRow, list[EndedTask]] | None:
         """Remember that the group is retired, in the same bounded memory; None where it is known already."""
         task_id = _tombstone(group_id)
         if task_id in self.ended:
             return None
         row = TaskRow(self._next_seq, task_id, "")
         self._next_seq += 1
-        return row, self._remember(Ended(row.seq, task_id, ""))
+        return row, self._remember(EndedTask(row.seq, task_id, ""))
 
-    def _remember(self, ended: Ended) -> list[Ended]:
+    def _remember(self, ended: EndedTask) -> list[EndedTask]:
         self.ended[ended.task_id] = ended
         forgotten = []
         while len(self.ended) > self._finished_limit:
@@ -225,7 +225,7 @@ class TaskTable:
             if row.stage:
                 self._revive(row, now, grace_s[row.stage])
             else:
-                self.ended[row.task_id] = Ended(row.seq, row.task_id, row.group_id)
+                self.ended[row.task_id] = EndedTask(row.seq, row.task_id, row.group_id)
 
     def _revive(self, row: TaskRow, now: float, grace_s: float) -> None:
         task = LiveTask(

@@ -30,7 +30,7 @@ async def main(stop: asyncio.Event) -> None:
     from protocols.rollout import Record
     from services.runtime.capabilities import farm_caps, said
     from services.runtime.service import Service
-    from services.runtime.worker import Outcome, Worker
+    from services.runtime.worker import HandlerOutcome, Worker
 
     service = Service.start("compile_farm")
     farm = service.config.compile_farm
@@ -49,7 +49,7 @@ async def main(stop: asyncio.Event) -> None:
         ThreadPoolExecutor(slots) as pool,
     ):
 
-        async def build(task: Task, frames: list[bytes]) -> Outcome:
+        async def build(task: Task, frames: list[bytes]) -> HandlerOutcome:
             record = Record.decode(frames)
             assert record.candidate is not None, "the sampler sends only answers with a candidate here"
             report = await loop.run_in_executor(pool, builder.build, record.candidate, record.request.problem)
@@ -61,13 +61,15 @@ async def main(stop: asyncio.Event) -> None:
                 service.log.debug("built", fault=report.fault, cached=report.cached)
             frames = [msgspec.msgpack.encode(report)]
             if report.fault is not Fault.OK:
-                return Outcome(Stage.SCORE, frames)
+                return HandlerOutcome(Stage.SCORE, frames)
             if chances is None:
-                return Outcome(judging, frames)
+                return HandlerOutcome(judging, frames)
             module, kernel = record.request.problem.source, record.candidate.source
-            return Outcome(judging, frames, chance=await loop.run_in_executor(pool, chances.chance, module, kernel))
+            return HandlerOutcome(
+                judging, frames, chance=await loop.run_in_executor(pool, chances.chance, module, kernel)
+            )
 
-        async def hand_over(outcome: Outcome) -> None:
+        async def hand_over(outcome: HandlerOutcome) -> None:
             """The benches are on other hosts: they get artifacts by hash from the broker."""
             report = msgspec.msgpack.decode(outcome.frames[0], type=BuildReport)
             for path in set(artifact_paths(builder.store, report).values()):

@@ -31,7 +31,7 @@ async def main(stop: asyncio.Event, name: str = "timing_bench") -> None:
     from kbrl_async.kernels.timing import Recipe, resolution, roofline
     from kbrl_async.kernels.timing.cpu.host import hardware_of
     from kbrl_async.kernels.timing.cuda import clocks
-    from kbrl_async.kernels.timing.turns import Turns
+    from kbrl_async.kernels.timing.turns import DeviceTurns
     from kbrl_async.kernels.verify import bench_options
     from kbrl_async.kernels.verify.options import ALONE_SHARE
     from kbrl_async.runs.telemetry.logs import bound
@@ -42,7 +42,7 @@ async def main(stop: asyncio.Event, name: str = "timing_bench") -> None:
     from services.runtime.capabilities import bench_caps, bench_device, memory_share, said
     from services.runtime.quiet import shared_resources
     from services.runtime.service import Service
-    from services.runtime.worker import Outcome, Worker
+    from services.runtime.worker import HandlerOutcome, Worker
 
     service = Service.start(name)
     settings, counts = service.config.timing_bench, service.config.processes
@@ -55,7 +55,7 @@ async def main(stop: asyncio.Event, name: str = "timing_bench") -> None:
     resource, others = shared_resources(device)[0], set(settings.shares_with) - {"timing_bench"}
     turns = None
     if "timing_bench" in settings.shares_with or (counts.verifier and device != "cpu"):
-        turns = Turns(service.run_dir / "locks" / resource.replace("/", "-"))
+        turns = DeviceTurns(service.run_dir / "locks" / resource.replace("/", "-"))
     hardware = hardware_of(device)
     options = bench_options(
         settings,
@@ -119,14 +119,14 @@ async def main(stop: asyncio.Event, name: str = "timing_bench") -> None:
             if store.path(address) is None:
                 store.put(await worker.transfers.fetch(address))
 
-    async def bench(task: Task, frames: list[bytes]) -> Outcome:
+    async def bench(task: Task, frames: list[bytes]) -> HandlerOutcome:
         report = await loop.run_in_executor(pool, evaluate, frames)
         report = msgspec.structs.replace(report, worker_id=service.worker_id)
         with bound(task_id=task.task_id, group_id=task.group_id):
             speedup = None if report.timing is None else round(report.timing.speedup, 3)
             service.log.debug("judged", fault=report.verdict.fault, speedup=speedup)
         is_next = is_verifier and report.verdict.fault is Fault.OK and is_timed(Record.decode(frames).request)
-        return Outcome(Stage.BENCH if is_next else Stage.SCORE, [msgspec.msgpack.encode(report)])
+        return HandlerOutcome(Stage.BENCH if is_next else Stage.SCORE, [msgspec.msgpack.encode(report)])
 
     with (
         contextlib.nullcontext() if is_verifier else clocks.held(settings.clocks, device, service.run_dir / "locks"),

@@ -16,7 +16,7 @@ import msgspec
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, BatchTrained, RolloutScored
 from kbrl_async.rollouts.stats import RolloutStats, StepOutcome
 from kbrl_async.runs import summary
-from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, Row, TurnOutcome, Update, make_row
+from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, TurnOutcome, TurnRow, UpdateRow, make_row
 from kbrl_async.runs.commands import Command, Evaluated, RolloutEnded
 from kbrl_async.runs.run_journal import RunJournal
 from kbrl_async.runs.telemetry import training_metrics
@@ -135,7 +135,7 @@ class _Maker:
             "ess": 0.97,
         }
         archive.ended([GroupEnd(g, self.problems[0].problem_id, "trained") for g in group_ids])
-        archive.updated(Update(batch, number + 1, metrics, EPOCH + made + 0.1, EPOCH + trained))
+        archive.updated(UpdateRow(batch, number + 1, metrics, EPOCH + made + 0.1, EPOCH + trained))
 
     def _rollout(
         self, archive: ArchiveWriter, group_id: str, rollout_id: str, problem: Problem, version: int, asked: float
@@ -166,7 +166,7 @@ class _Maker:
                 found.append(stats)
         return found
 
-    def _row(self, key: str, record: Record, stats: RolloutStats, at: float, purpose: str) -> Row:
+    def _row(self, key: str, record: Record, stats: RolloutStats, at: float, purpose: str) -> TurnRow:
         return make_row(key, record, at=EPOCH + at, clock=at, purpose=purpose, reward=stats.reward)
 
     def _record(

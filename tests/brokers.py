@@ -16,8 +16,8 @@ import zmq
 
 from protocols import messages as msg
 from services.broker.options import BrokerOptions
-from services.broker.server import Broker
-from services.runtime import Outcome, Worker, addresses
+from services.broker.server import BrokerServer
+from services.runtime import HandlerOutcome, Worker, addresses
 
 PATIENCE_S = 30.0
 
@@ -35,7 +35,7 @@ def beside(folder: Path, **more: Any) -> BrokerOptions:
 
 
 @contextlib.asynccontextmanager
-async def serving(broker: Broker) -> AsyncIterator[Broker]:
+async def serving(broker: BrokerServer) -> AsyncIterator[BrokerServer]:
     """From when its ledger is read; an error that ends it is the test's."""
     running = asyncio.create_task(broker.run())
     try:
@@ -58,7 +58,7 @@ async def working(*workers: Worker, may_fail: bool = False) -> AsyncIterator[Non
         await asyncio.gather(*tasks, return_exceptions=may_fail)
 
 
-def endpoints(broker: Broker) -> list[str]:
+def endpoints(broker: BrokerServer) -> list[str]:
     """Where it really is, if its addresses left the port open: for producers, for workers, for viewers."""
     return [_endpoint(router.socket) for router in broker._bound]
 
@@ -69,9 +69,9 @@ def _endpoint(socket: zmq.Socket[bytes]) -> str:
     return endpoint.rstrip(b"\0").decode()
 
 
-async def ends(_: msg.Task, __: list[bytes]) -> Outcome:
+async def ends(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
     """A handler behind which there is no stage."""
-    return Outcome()
+    return HandlerOutcome()
 
 
 class Scene(Protocol):

@@ -25,7 +25,7 @@ from protocols import messages as msg
 from protocols.auth import PeerLimits, Role
 from protocols.sockets import MAX_REMOTE_BYTES, ClientKeys, Socket, connect_dealer
 from services.broker.options import BrokerOptions
-from services.runtime import Outcome, Producer, Worker
+from services.runtime import HandlerOutcome, Producer, Worker
 
 HOST = "0.0.0.0"
 CALM_S = 4.0
@@ -160,14 +160,14 @@ class Honest:
     async def run(self, stop: asyncio.Event, done: asyncio.Event) -> None:
         """Produce until `stop`, work until `done`."""
 
-        async def bench(task: msg.Task, frames: list[bytes]) -> Outcome:
+        async def bench(task: msg.Task, frames: list[bytes]) -> HandlerOutcome:
             self.caught = self.caught or task
-            return Outcome("score", [b"report"])
+            return HandlerOutcome("score", [b"report"])
 
-        async def score(task: msg.Task, frames: list[bytes]) -> Outcome:
+        async def score(task: msg.Task, frames: list[bytes]) -> HandlerOutcome:
             self.finished += 1
             self.forged += frames[1:] != [b"report"] or not task.task_id.startswith("honest-")
-            return Outcome()
+            return HandlerOutcome()
 
         workers = [
             Worker(self._work, "honest.1", ["bench"], 4, bench, keys=self._keys),

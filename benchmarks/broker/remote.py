@@ -43,8 +43,8 @@ from protocols.limits import LedgerOptions
 from protocols.prefetch import Prefetch
 from protocols.records import BenchReport, BuildReport, Candidate, Generation, Problem, RolloutRequest, SamplingParams
 from services.broker.options import BrokerOptions
-from services.broker.server import Broker
-from services.runtime import Outcome, Producer, Worker
+from services.broker.server import BrokerServer
+from services.runtime import HandlerOutcome, Producer, Worker
 from tests.brokers import endpoints, serving, working
 from tests.links import Host
 
@@ -104,7 +104,7 @@ class Stream:
         request = RolloutRequest(name, name, problem, "", "c", SamplingParams(64))
         return [packed(request), packed(Generation(0, [1], [2], [-0.5], "", "stop", Candidate(fresh, "c")))]
 
-    async def score(self, task: msg.Task, frames: list[bytes]) -> Outcome:
+    async def score(self, task: msg.Task, frames: list[bytes]) -> HandlerOutcome:
         self.seen[task.task_id] += 1
         end = str(task.status) if task.status != msg.Status.OK else "-"
         for stage, frame, kind in zip(STAGES, frames[2:], (BuildReport, BenchReport), strict=False):
@@ -118,7 +118,7 @@ class Stream:
         self.scored.append(time.monotonic())
         self._room.release()
         self._news.set()
-        return Outcome()
+        return HandlerOutcome()
 
     async def until(self, count: int) -> float:
         while len(self.scored) < count:
@@ -126,7 +126,7 @@ class Stream:
             await self._news.wait()
         return self.scored[count - 1]
 
-    def judged(self, broker: Broker) -> Result:
+    def judged(self, broker: BrokerServer) -> Result:
         """Every candidate must have been scored exactly once, none for a fault of ours."""
         counters = broker.ledger.counters
         names = {f"g{number}.r0" for number in range(self.submitted)}
@@ -151,7 +151,7 @@ class Site:
         self.ring.new(Role.AGGREGATOR, "local")
         ledger = LedgerOptions(settings=agreed.said(Config()))
         everywhere = ("tcp://127.0.0.1:*", "tcp://0.0.0.0:*")
-        self.broker = Broker(BrokerOptions(str(folder), *everywhere, keys=str(self.ring.folder), ledger=ledger))
+        self.broker = BrokerServer(BrokerOptions(str(folder), *everywhere, keys=str(self.ring.folder), ledger=ledger))
 
     @contextlib.asynccontextmanager
     async def streaming(self, stream: Stream) -> AsyncIterator[int]:
@@ -175,7 +175,7 @@ def worker_command(kind: str, address: str, keys: Path, home: Path, *more: objec
 # ── a long line ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Line(msgspec.Struct, frozen=True):
+class NetworkLine(msgspec.Struct, frozen=True):
     """A host behind it, and how bad it is when it is far."""
 
     host: Host
@@ -203,7 +203,7 @@ async def remote(
     """
     host = Host(1, seed=11)
     with tempfile.TemporaryDirectory() as scratch:
-        folder, line = Path(scratch), Line(host, delay / 1e3, loss / 100)
+        folder, line = Path(scratch), NetworkLine(host, delay / 1e3, loss / 100)
         site, stream = Site(folder), Stream(candidates)
         try:
             host.open()
@@ -233,7 +233,7 @@ async def remote(
     }  # fmt: skip
 
 
-async def _near_and_far(stream: Stream, line: Line, rounds: int) -> list[tuple[float, float]]:
+async def _near_and_far(stream: Stream, line: NetworkLine, rounds: int) -> list[tuple[float, float]]:
     """Rates, one pair a round, after a window to warm up."""
     done = size = len(stream.window)
     began = await stream.until(size)
@@ -271,27 +271,27 @@ async def pretend(kind: str, address: str, keys: str, /, fixed: bool = False) ->
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     made: dict[str, bytes] = {}
 
-    async def hand_over(outcome: Outcome) -> None:
+    async def hand_over(outcome: HandlerOutcome) -> None:
         await worker.transfers.send(made.pop(outcome.frames[0].decode()))
 
     async def fetch(_: msg.Task, frames: list[bytes]) -> None:
         await worker.transfers.fetch(frames[2].decode())
 
-    async def build(_: msg.Task, __: list[bytes]) -> Outcome:
+    async def build(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
         await asyncio.sleep(0.06)
         content = secrets.token_bytes(20_000)
         name = hashlib.sha256(content).hexdigest()
         made[name] = content
-        outcome = Outcome("bench", [name.encode()])
+        outcome = HandlerOutcome("bench", [name.encode()])
         if fixed:
             await hand_over(outcome)
         return outcome
 
-    async def judge(task: msg.Task, frames: list[bytes]) -> Outcome:
+    async def judge(task: msg.Task, frames: list[bytes]) -> HandlerOutcome:
         if fixed:
             await fetch(task, frames)
         await asyncio.sleep(next(times))
-        return Outcome("score", [b""])
+        return HandlerOutcome("score", [b""])
 
     is_farm = kind == "compile"
     places = 2 if is_farm else 1

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.figures.again import again
-from benchmarks.figures.archive import Archive
+from benchmarks.figures.archive import ArchivedTurns
 from benchmarks.figures.versions import NAMES
 from benchmarks.harness import Commands, Result
 
@@ -44,7 +44,7 @@ _CELLS = re.compile(r"\s*[│┃]\s*")
 _PART = re.compile(r"(?:First|last): ([\d,]+) answers? of versions? (\d+)(?:–(\d+))?")
 
 
-class Compared(NamedTuple):
+class FigurePair(NamedTuple):
     name: str
     printed: Any
     again: Any
@@ -55,7 +55,7 @@ class Compared(NamedTuple):
 def check(run: Path, /) -> Result:
     """Every figure of a run that has ended, printed and made again."""
     printed = msgspec.json.decode((run / "summary.json").read_bytes())
-    made = dict(again(Archive(run / "rollouts.sqlite"), run))
+    made = dict(again(ArchivedTurns(run / "rollouts.sqlite"), run))
     found = [*_fields(printed, made), *_texts(run, made)]
     _show(run, found)
     different = [one.name for one in found if not one.is_equal]
@@ -64,16 +64,18 @@ def check(run: Path, /) -> Result:
     return {"ok": not different, "compared": len(found), "different": different, "not_compared": left}
 
 
-def _fields(printed: Mapping[str, Any], made: Mapping[str, Any]) -> Iterator[Compared]:
+def _fields(printed: Mapping[str, Any], made: Mapping[str, Any]) -> Iterator[FigurePair]:
     for name, value in made.items():
         there = _there(printed, name)
         is_equal = math.isclose(there, value, rel_tol=0.05, abs_tol=1.0) if name == "wall_s" else _equal(there, value)
-        yield Compared(name, there, value, is_equal)
+        yield FigurePair(name, there, value, is_equal)
     ends = sum(made[f"groups_{end}"] for end in ("trained", "filtered", "dropped_stale", "failed"))
     adds_up = ends == made["groups_admitted"]
-    yield Compared("groups_add_up", printed["groups_add_up"], adds_up, printed["groups_add_up"] == adds_up)
+    yield FigurePair("groups_add_up", printed["groups_add_up"], adds_up, printed["groups_add_up"] == adds_up)
     hourly = made["updates"] / printed["wall_s"] * 3600 if printed["wall_s"] else 0.0
-    yield Compared("updates_per_hour", printed["updates_per_hour"], hourly, _equal(printed["updates_per_hour"], hourly))
+    yield FigurePair(
+        "updates_per_hour", printed["updates_per_hour"], hourly, _equal(printed["updates_per_hour"], hourly)
+    )
 
 
 def _there(printed: Mapping[str, Any], name: str) -> Any:
@@ -101,21 +103,21 @@ def _equal(one: Any, other: Any) -> bool:
 # ── what stands on the terminal ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _texts(run: Path, made: Mapping[str, Any]) -> Iterator[Compared]:
+def _texts(run: Path, made: Mapping[str, Any]) -> Iterator[FigurePair]:
     text = _printed(run)
     rows = [[cell for cell in _CELLS.split(line) if cell] for line in text.splitlines()]
     for prefix, ends, named in _tables(rows):
         for name in named:
             for cell, end in zip(named[name], ends, strict=True):
                 wanted = _cell(name, made[f"{prefix}{name}_{end}"], made.get(f"{prefix}{name}_{end}_95"))
-                yield Compared(f"terminal: {prefix}{name}_{end}", cell, wanted, cell == wanted)
+                yield FigurePair(f"terminal: {prefix}{name}_{end}", cell, wanted, cell == wanted)
     parts = [[int(number.replace(",", "")) for number in found if number] for found in _PART.findall(text)]
     for which, words in zip(("first", "last"), parts, strict=False):
         wanted_part = [made[f"answers_{which}"], *dict.fromkeys(made[f"versions_{which}"])]
-        yield Compared(f"terminal: {which}", words, wanted_part, words == wanted_part)
+        yield FigurePair(f"terminal: {which}", words, wanted_part, words == wanted_part)
     shown = [row[:3] for row in rows if len(row) > 2 and "…" in row[2] and row[0] not in NAMES and row[1].endswith("×")]
     kernels = [[k["problem"], f"{k['speedup']:.2f}×", f"{k['lo']:.2f} … {k['hi']:.2f}"] for k in made["best_kernels"]]
-    yield Compared("terminal: fastest kernels", shown, kernels, shown == kernels)
+    yield FigurePair("terminal: fastest kernels", shown, kernels, shown == kernels)
 
 
 def _printed(run: Path) -> str:
@@ -161,7 +163,7 @@ def _cell(name: str, value: float | None, ends: tuple[float, float] | None) -> s
     return f"{form.format(value)} ({'too few' if says_nothing else ' … '.join(map(form.format, ends))})"
 
 
-def _show(run: Path, found: list[Compared]) -> None:
+def _show(run: Path, found: list[FigurePair]) -> None:
     table = Table(title=f"Figures of {run}", title_justify="left")
     for heading in ("figure", "printed", "again", ""):
         table.add_column(heading, overflow="fold")

@@ -14,16 +14,16 @@ import yaml
 from scipy.special import ndtri
 from scipy.stats import bootstrap
 
-from benchmarks.figures.archive import IN_TIME, Answer, Archive, Recorded
+from benchmarks.figures.archive import IN_TIME, ArchivedTurns, LoggedAnswer, TurnRecord
 from benchmarks.figures.intervals import CONFIDENCE, wilson
-from benchmarks.figures.versions import SHARES, Versions, by_version, figures_of, turns_of
+from benchmarks.figures.versions import SHARES, AnswersByVersion, by_version, figures_of, turns_of
 
 POINTS, BEST, TRIES = 100, 10, 8
 FUNNEL = ("format", "static", "compile", "small_inputs", "full_inputs", "timing")
 WIDEST = 10.0
 
 
-def again(archive: Archive, run: Path) -> Iterator[tuple[str, Any]]:
+def again(archive: ArchivedTurns, run: Path) -> Iterator[tuple[str, Any]]:
     """(name as in `summary.json`, value)."""
     config = yaml.safe_load((run / "config.yaml").read_text())
     answers = archive.answers("r.purpose = 'train'")
@@ -54,8 +54,8 @@ def again(archive: Archive, run: Path) -> Iterator[tuple[str, Any]]:
     yield "best_kernels", best_kernels([*answers, *before, *after])
 
 
-def _trust(archive: Archive, answers: Sequence[Answer]) -> dict[str, dict[str, int]]:
-    kinds: dict[str, list[Answer]] = defaultdict(list)
+def _trust(archive: ArchivedTurns, answers: Sequence[LoggedAnswer]) -> dict[str, dict[str, int]]:
+    kinds: dict[str, list[LoggedAnswer]] = defaultdict(list)
     for answer in answers:
         if answer.correct and answer.key in archive.records:
             kinds[archive.records[answer.key].trust].append(answer)
@@ -66,7 +66,7 @@ def _trust(archive: Archive, answers: Sequence[Answer]) -> dict[str, dict[str, i
     }
 
 
-def _counters(archive: Archive) -> Iterator[tuple[str, Any]]:
+def _counters(archive: ArchivedTurns) -> Iterator[tuple[str, Any]]:
     ends = Counter(dict(archive.db.execute("SELECT outcome, count(*) FROM groups GROUP BY 1")))
     groups = "SELECT group_id FROM groups UNION SELECT group_id FROM rollouts WHERE purpose = 'train'"
     yield "groups_admitted", archive.count(f"SELECT count(*) FROM ({groups})")
@@ -85,7 +85,7 @@ def _counters(archive: Archive) -> Iterator[tuple[str, Any]]:
     yield "wall_s", ended - begun if ended and begun else 0.0
 
 
-def _curve(versions: Versions) -> list[dict[str, Any]]:
+def _curve(versions: AnswersByVersion) -> list[dict[str, Any]]:
     order = sorted(versions.by)
     size = max(1, -(-len(order) // POINTS))
     points = []
@@ -96,7 +96,7 @@ def _curve(versions: Versions) -> list[dict[str, Any]]:
     return points
 
 
-def _heldout(archive: Archive) -> Iterator[tuple[str, Any]]:
+def _heldout(archive: ArchivedTurns) -> Iterator[tuple[str, Any]]:
     for when in ("before", "after"):
         answers = _best_turns(archive.answers(f"r.purpose = '{when}'"))
         flagged = [a for a in answers if a.key in archive.records and archive.records[a.key].flagged]
@@ -116,7 +116,7 @@ def _heldout(archive: Archive) -> Iterator[tuple[str, Any]]:
     )
 
 
-def _heldout_figures(answers: Sequence[Answer], prefix: str, when: str) -> Iterator[tuple[str, Any]]:
+def _heldout_figures(answers: Sequence[LoggedAnswer], prefix: str, when: str) -> Iterator[tuple[str, Any]]:
     yield f"{prefix}answers_{when}", len(answers)
     yield from _one_of_eight(answers, prefix, when)
     for name, (value, speeds) in figures_of([a._replace(group=a.problem) for a in answers]).items():
@@ -129,7 +129,7 @@ def _heldout_figures(answers: Sequence[Answer], prefix: str, when: str) -> Itera
             yield f"{prefix}{name}_{when}_95", ends
 
 
-def _one_of_eight(answers: Sequence[Answer], prefix: str, when: str) -> Iterator[tuple[str, Any]]:
+def _one_of_eight(answers: Sequence[LoggedAnswer], prefix: str, when: str) -> Iterator[tuple[str, Any]]:
     """That one of eight answers is correct, of problems that have as many, by counting the draws that have none."""
     right: dict[str, list[bool]] = defaultdict(list)
     for answer in answers:
@@ -145,8 +145,8 @@ def _one_of_eight(answers: Sequence[Answer], prefix: str, when: str) -> Iterator
         yield f"{prefix}pass_at_{TRIES}_{when}_95", ends
 
 
-def _best_turns(answers: Sequence[Answer]) -> list[Answer]:
-    best: dict[str, Answer] = {}
+def _best_turns(answers: Sequence[LoggedAnswer]) -> list[LoggedAnswer]:
+    best: dict[str, LoggedAnswer] = {}
     for one in answers:
         kept = best.setdefault(one.rollout, one)
         if (one.correct, one.lo or 0, one.reward) > (kept.correct, kept.lo or 0, kept.reward):
@@ -154,7 +154,7 @@ def _best_turns(answers: Sequence[Answer]) -> list[Answer]:
     return list(best.values())
 
 
-def _round(answers: Sequence[Answer]) -> dict[str, float]:
+def _round(answers: Sequence[LoggedAnswer]) -> dict[str, float]:
     """Problems weigh alike."""
     by_problem = defaultdict(list)
     for answer in answers:
@@ -174,7 +174,7 @@ def _round(answers: Sequence[Answer]) -> dict[str, float]:
     return {f"eval/{name}": value for name, value in found.items()}
 
 
-def funnel(archive: Archive, answers: Sequence[Answer]) -> dict[str, dict[str, float]] | None:
+def funnel(archive: ArchivedTurns, answers: Sequence[LoggedAnswer]) -> dict[str, dict[str, float]] | None:
     """None where records that say it are gone."""
     entered, failed = Counter[str](), Counter[str]()
     spent: dict[str, list[float]] = defaultdict(list)
@@ -201,7 +201,7 @@ def funnel(archive: Archive, answers: Sequence[Answer]) -> dict[str, dict[str, f
     }  # fmt: skip
 
 
-def left_at(answer: Answer, record: Recorded) -> str:
+def left_at(answer: LoggedAnswer, record: TurnRecord) -> str:
     """The step that a candidate failed; the last one where it is correct."""
     if answer.correct:
         return "full_inputs" if answer.speedup is None else "timing"
@@ -216,11 +216,11 @@ def left_at(answer: Answer, record: Recorded) -> str:
     return FUNNEL[3 + len(bench)]
 
 
-def _is_sound(answer: Answer) -> bool:
+def _is_sound(answer: LoggedAnswer) -> bool:
     return not answer.disturbed and (answer.hi or 0) <= WIDEST * (answer.lo or 0)
 
 
-def best_kernels(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+def best_kernels(answers: Sequence[LoggedAnswer]) -> list[dict[str, Any]]:
     """Of each problem the one whose interval begins highest, above 1, unless the measurement was disturbed."""
     sound = [a for a in answers if a.proven and _is_sound(a)]
     first = {a.problem: a for a in sorted(sound, key=lambda a: (a.lo or 0, -a.key))}  # of equal ones the earliest

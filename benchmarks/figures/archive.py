@@ -17,7 +17,7 @@ IN_TIME = (
 """A turn that was scored after its group had ended, or had gone on without it, is in the archive and counts nowhere."""
 
 
-class Answer(NamedTuple):
+class LoggedAnswer(NamedTuple):
     """One scored turn."""
 
     key: int
@@ -44,7 +44,7 @@ class Answer(NamedTuple):
         return self.correct and self.lo is not None and self.lo > 1
 
 
-class Recorded(NamedTuple):
+class TurnRecord(NamedTuple):
     """What is read of a turn's record."""
 
     admitted: int
@@ -55,7 +55,7 @@ class Recorded(NamedTuple):
     trust: str
 
 
-class Archive:
+class ArchivedTurns:
     """`rollouts.sqlite` as answers, and what became of their groups."""
 
     def __init__(self, path: Path) -> None:
@@ -67,21 +67,21 @@ class Archive:
     def count(self, question: str) -> Any:
         return self.db.execute(question).fetchone()[0]
 
-    def answers(self, where: str) -> list[Answer]:
+    def answers(self, where: str) -> list[LoggedAnswer]:
         """Those that wrote a kernel, in the order of scoring."""
         found = self.db.execute(
             "SELECT r.id, r.group_id, r.rollout_id, r.turn, r.problem_id, r.policy_version, r.reward, r.fault, "
             f"r.compiled, r.correct, r.speedup, r.lo, r.hi, {self._disturbed} {IN_TIME} "
             f"AND r.status = 'ok' AND r.reward IS NOT NULL AND r.role <> 'verifier' AND {where} ORDER BY r.id"
         )
-        return [Answer(*row[:8], *map(bool, row[8:10]), *row[10:13], bool(row[13])) for row in found]  # type: ignore[call-arg] # columns
+        return [LoggedAnswer(*row[:8], *map(bool, row[8:10]), *row[10:13], bool(row[13])) for row in found]  # type: ignore[call-arg] # columns
 
 
-def _recorded(packed: bytes) -> Recorded:
+def _recorded(packed: bytes) -> TurnRecord:
     frames = [msgspec.msgpack.decode(frame) for frame in msgspec.msgpack.decode(zlib.decompress(packed))]
     request, generation = frames[0], frames[1] if len(frames) > 1 else {}
     stages = [(s["name"], s["fault"], s["seconds"]) for frame in frames[2:] for s in frame.get("stages", ())]
     kernel = (generation.get("candidate") or {}).get("source", "")
     flagged = bool(request["problem"].get("flags"))
     trust = next((str(frame["verdict"].get("trust", "")) for frame in frames[2:] if "verdict" in frame), "")
-    return Recorded(request.get("admitted_version", 0), flagged, bool(kernel), kernel, stages, trust)
+    return TurnRecord(request.get("admitted_version", 0), flagged, bool(kernel), kernel, stages, trust)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.figures.archive import IN_TIME, Answer, Archive
+from benchmarks.figures.archive import IN_TIME, ArchivedTurns, LoggedAnswer
 from benchmarks.figures.intervals import Interval, interval_of_mean, interval_of_share
 
 ENOUGH, SHARE = 64, 0.1
@@ -18,13 +18,13 @@ SHARES = {"compile_rate": "compiled", "correct_rate": "correct", "fast_1": "fast
 NAMES = ("reward_mean", *SHARES, "speedup_mean")
 
 
-class Versions(NamedTuple):
+class AnswersByVersion(NamedTuple):
     """Answers by the version that wrote their rollout's first turn; of versions that all answers are there of."""
 
-    by: dict[int, list[Answer]]
+    by: dict[int, list[LoggedAnswer]]
     left_out: int
 
-    def of(self, versions: Iterable[int]) -> list[Answer]:
+    def of(self, versions: Iterable[int]) -> list[LoggedAnswer]:
         return [answer for version in versions for answer in self.by[version]]
 
     def first(self) -> list[int]:
@@ -39,17 +39,17 @@ class Versions(NamedTuple):
         return [version for version, count in zip(versions, before, strict=True) if count < wanted]
 
 
-def by_version(archive: Archive, answers: Sequence[Answer], size: int) -> Versions:
+def by_version(archive: ArchivedTurns, answers: Sequence[LoggedAnswer], size: int) -> AnswersByVersion:
     wrote = {answer.rollout: answer.version for answer in sorted(answers, key=lambda a: -a.turn)}
     cut, horizon = _cut_groups(archive, answers, size)
-    kept: dict[int, list[Answer]] = defaultdict(list)
+    kept: dict[int, list[LoggedAnswer]] = defaultdict(list)
     for answer in answers:
         if answer.group not in cut and wrote[answer.rollout] < horizon:
             kept[wrote[answer.rollout]].append(answer)
-    return Versions(dict(kept), len(answers) - sum(map(len, kept.values())))
+    return AnswersByVersion(dict(kept), len(answers) - sum(map(len, kept.values())))
 
 
-def _cut_groups(archive: Archive, answers: Sequence[Answer], size: int) -> tuple[set[str], float]:
+def _cut_groups(archive: ArchivedTurns, answers: Sequence[LoggedAnswer], size: int) -> tuple[set[str], float]:
     """Groups that lack answers, and the first version that may have written in those that were not too old."""
     counted = f"SELECT r.group_id, count(DISTINCT r.rollout_id) {IN_TIME} AND r.purpose = 'train' GROUP BY 1"
     there = dict(archive.db.execute(counted))
@@ -65,7 +65,7 @@ def _cut_groups(archive: Archive, answers: Sequence[Answer], size: int) -> tuple
     return lacking, min(oldest, default=math.inf) - max(0, behind)
 
 
-def figures_of(answers: Sequence[Answer]) -> dict[str, tuple[float | None, Interval]]:
+def figures_of(answers: Sequence[LoggedAnswer]) -> dict[str, tuple[float | None, Interval]]:
     """Value and interval by name."""
     if not answers:
         return dict.fromkeys(NAMES, (None, None))
@@ -89,7 +89,7 @@ def _by_group(pairs: Iterable[tuple[str, float]]) -> list[list[float]]:
     return list(found.values())
 
 
-def turns_of(answers: Sequence[Answer]) -> dict[str, float | None]:
+def turns_of(answers: Sequence[LoggedAnswer]) -> dict[str, float | None]:
     """Of rollouts of several turns: those with a correct one, their length, and compile errors that turn 2 repaired."""
     rollouts = defaultdict(list)
     for answer in sorted(answers, key=lambda a: a.turn):

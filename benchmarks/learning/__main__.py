@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.harness import CORES, CORRECT_ONLY, ROOT, Commands, Result, rows_of, say, summary_of
 from benchmarks.learning.curve import curve
 from benchmarks.learning.raicl import raicl, suite_index
-from benchmarks.learning.study import Answers, Study, core_seconds, gain, share, splits
+from benchmarks.learning.study import Answers, RunStudy, core_seconds, gain, share, splits
 from benchmarks.learning.wrong import wrong
 from kbrl_async.lab.report import plots
 
@@ -42,7 +42,7 @@ ENDLESS = 100_000
 """Updates that no run reaches in its seconds."""
 
 
-class Budget(NamedTuple):
+class MethodBudget(NamedTuple):
     """What every method may spend."""
 
     rollouts: int
@@ -77,7 +77,7 @@ def methods(
     --rollouts and --seconds a run by seconds is evaluated twice: the version that had learned from so many rollouts,
     and the last one. Continues where it was stopped; a folder holds runs of one size.
     """
-    study, budget = Study(folder, jobs), Budget(rollouts, seconds)
+    study, budget = RunStudy(folder, jobs), MethodBudget(rollouts, seconds)
     study.make_policy(config_of("grpo"))
 
     def arm(wanted: tuple[str, int]) -> dict[str, Answers]:
@@ -109,7 +109,7 @@ def methods(
     return report
 
 
-def trained(study: Study, method: str, seed: int, budget: Budget, kind: str) -> tuple[str, list[object]]:
+def trained(study: RunStudy, method: str, seed: int, budget: MethodBudget, kind: str) -> tuple[str, list[object]]:
     """The name of an arm's evaluation, and the policy that is evaluated, in words of `kbrl eval`."""
     if method == START:
         return f"{START}-{seed}", ["small"]
@@ -140,7 +140,7 @@ def figures(found: Mapping[str, Sequence[Answers]]) -> Result:
     return out
 
 
-def cost(study: Study, method: str, seeds: Sequence[int], budget: Budget, kind: str) -> dict[str, float]:
+def cost(study: RunStudy, method: str, seeds: Sequence[int], budget: MethodBudget, kind: str) -> dict[str, float]:
     """Rollouts (or demonstrations) that were learned from, seconds and CPU seconds of the run, mean of the seeds."""
     made = []
     for seed in seeds:
@@ -250,7 +250,7 @@ def turns(
     its turns is correct. The reward is correctness alone, so kernels are not timed. The anchor is the first arm, of
     the same seed. Continues where it was stopped.
     """
-    study = Study(folder, jobs)
+    study = RunStudy(folder, jobs)
     index = suite_index(study.folder / "index")
     policy = policy or str(study.make_policy(settings=["mode=multi_turn", *EXAMPLES, f"prompt.index={index}"]))
 

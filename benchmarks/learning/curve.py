@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from benchmarks.harness import CORRECT_ONLY, ROOT, Result, bootstrap, rows_of, say, summary_of
-from benchmarks.learning.study import Study, splits
+from benchmarks.learning.study import RunStudy, splits
 from protocols.records import VERIFIER
 
 CONFIG = ROOT / "configs" / "long.yaml"
@@ -33,7 +33,7 @@ def curve(
     go to every run. Gives the share of held-out answers that are correct, by updates, and how often a problem was met.
     Continues where it was stopped.
     """
-    study = Study(folder, jobs)
+    study = RunStudy(folder, jobs)
     study.make_policy(CONFIG, settings=settings)
     own = len(splits()["train"])
 

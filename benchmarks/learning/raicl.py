@@ -52,7 +52,7 @@ def raicl(
     with tempfile.TemporaryDirectory() as name, verifying(settings=TimingBench(deadline_s=10.0)) as halves:
         wanted = ["prompt.option=raicl", "prompt.index=index", "sft.shot_share=0.5", "sft.max_seconds=240"]
         options = small_options(load(overrides=wanted))
-        writer = Policy(policy or ensure_small_policy(cache or Path(name) / "cache", options))
+        writer = SampledPolicy(policy or ensure_small_policy(cache or Path(name) / "cache", options))
         retriever = Retriever.open(suite_index(Path(name) / "index"), [(p.problem_id, p.source) for p in heldout])
         judged: dict[tuple[str, str], tuple[bool, bool]] = {}
         for problem in heldout:
@@ -101,7 +101,7 @@ def solutions() -> Iterator[Entry]:
         yield Entry(uid, "run", problem.source, source, "c", problem.problem_id, problem.level, 1.0, True)
 
 
-class Policy:
+class SampledPolicy:
     """Draws answers at temperature 1."""
 
     def __init__(self, folder: Path) -> None:

@@ -22,7 +22,7 @@ LEVELS = (1, 2, 3)
 """Of the default run."""
 
 
-class Study:
+class RunStudy:
     """Runs and their evaluations in a folder, each made once; several beside each other, on cores of their own."""
 
     def __init__(self, folder: Path, jobs: int = 1) -> None:

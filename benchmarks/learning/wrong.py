@@ -14,7 +14,7 @@ from kbrl_async.lab.small_policy.author import CAREFUL, Author
 from kbrl_async.lab.small_policy.families.source import render_answer
 from kbrl_async.lab.small_policy.specs import HELDOUT, SPECS
 from kbrl_async.rollouts.prompts import extract
-from kbrl_async.runs.archive.archive import Archive
+from kbrl_async.runs.archive.archive import ArchiveReader
 
 STYLES = 60
 """Right answers of a problem that an answer is compared with: fast, slow and between."""
@@ -32,7 +32,7 @@ def wrong(*runs: str) -> Result:
     right = {problem_id: _right(problem_id) for problem_id in HELDOUT}
     found: dict[str, Counter[str]] = defaultdict(Counter)
     for run in runs:
-        with Archive(Path(run) / "rollouts.sqlite") as archive:
+        with ArchiveReader(Path(run) / "rollouts.sqlite") as archive:
             for row in archive.rows():
                 if row.purpose == "train" or row.reward is None or row.problem_id not in HELDOUT:
                     continue

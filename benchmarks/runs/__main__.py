@@ -30,7 +30,7 @@ from benchmarks.harness import (
 )
 from benchmarks.runs import soak, viewing
 from kbrl_async.lab.chaos.driver import LOAD_PAUSE_S
-from kbrl_async.runs.archive.archive import Update
+from kbrl_async.runs.archive.archive import UpdateRow
 
 commands = Commands("runs", __doc__)
 commands(soak.soak)
@@ -104,7 +104,7 @@ def _is_over(folder: Path, updates: int) -> bool:
     return bool(summary_of(folder)) or (0 < updates <= len(updates_of(folder)))
 
 
-def _between(updates: list[Update], begins: list[float]) -> list[float | None]:
+def _between(updates: list[UpdateRow], begins: list[float]) -> list[float | None]:
     """Seconds from each update to the next; None where a segment began in between."""
     found: list[float | None] = []
     for earlier, later in itertools.pairwise(updates):
@@ -118,7 +118,7 @@ def _quartiles(values: list[float]) -> list[float]:
     return quantiles(values, n=4) if len(values) > 2 else values
 
 
-def _table(updates: list[Update], gaps: list[float | None], folder: Path) -> None:
+def _table(updates: list[UpdateRow], gaps: list[float | None], folder: Path) -> None:
     by_batch: dict[str, list[tuple[bool, bool]]] = {}
     for row in rows_of(folder):
         by_batch.setdefault(row.batch_id, []).append((row.compiled, row.correct))

@@ -52,7 +52,7 @@ LIMITS = {"metrics": 128 << 20, "artifacts": 512 << 20, "batches": 256 << 20}
 Point = tuple[float, float]
 
 
-class Process(NamedTuple):
+class ProcessSample(NamedTuple):
     """One sample of one process."""
 
     name: str
@@ -104,7 +104,7 @@ def soak(
 # ── samples ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def sample(root: psutil.Process) -> list[Process]:
+def sample(root: psutil.Process) -> list[ProcessSample]:
     """Every process below `root`, named by the service it belongs to and its place there."""
     out = [_measure("train", root)] if root.is_running() else []
     for relay in _children(root):
@@ -138,13 +138,13 @@ def _role(process: psutil.Process) -> str:
     return "ended"
 
 
-def _measure(name: str, process: psutil.Process) -> Process | None:
+def _measure(name: str, process: psutil.Process) -> ProcessSample | None:
     with contextlib.suppress(psutil.Error, OSError, KeyError):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
         kb = {words[0]: float(words[1]) for words in map(str.split, lines) if words[-1] == "kB"}
         rss, anon = kb["VmRSS:"] / 1024, (kb["RssAnon:"] + kb["VmSwap:"]) / 1024
         family = len(process.children(recursive=True))
-        return Process(name, process.pid, rss, anon, process.num_fds(), process.num_threads(), family)
+        return ProcessSample(name, process.pid, rss, anon, process.num_fds(), process.num_threads(), family)
     return None
 
 
@@ -189,28 +189,30 @@ def rollouts(run_dir: Path) -> dict[str, int]:
     return {"generated": 0, "compiled": 0, "verified": 0, "version": 0}
 
 
-class Record:
+class SoakSamples:
     """All samples, by time since the start."""
 
     def __init__(self) -> None:
-        self.processes: list[tuple[float, list[Process]]] = []
+        self.processes: list[tuple[float, list[ProcessSample]]] = []
         self.stores: list[tuple[float, dict[str, tuple[int, int]]]] = []
         self.work: list[tuple[float, dict[str, int]]] = []
         self.pids: dict[str, list[int]] = collections.defaultdict(list)
 
-    def add(self, at: float, found: list[Process], stores: dict[str, tuple[int, int]], work: dict[str, int]) -> None:
+    def add(
+        self, at: float, found: list[ProcessSample], stores: dict[str, tuple[int, int]], work: dict[str, int]
+    ) -> None:
         self.processes.append((at, found))
         self.stores.append((at, stores))
         self.work.append((at, work))
 
-    def lasting(self, since: float) -> dict[str, list[tuple[float, Process]]]:
+    def lasting(self, since: float) -> dict[str, list[tuple[float, ProcessSample]]]:
         """Series of the processes that lived through most of the time after `since`; a name each, twins numbered."""
-        series: dict[tuple[str, int], list[tuple[float, Process]]] = collections.defaultdict(list)
+        series: dict[tuple[str, int], list[tuple[float, ProcessSample]]] = collections.defaultdict(list)
         samples = [(at, found) for at, found in self.processes if at >= since]
         for at, found in samples:
             for process in found:
                 series[process.name, process.pid].append((at, process))
-        out: dict[str, list[tuple[float, Process]]] = {}
+        out: dict[str, list[tuple[float, ProcessSample]]] = {}
         for (name, _), points in sorted(series.items()):
             if len(points) >= MIN_SHARE_ALIVE * len(samples):
                 twins = sum(known.split(" #")[0] == name for known in out)
@@ -236,7 +238,9 @@ def trend(points: Iterable[Point]) -> dict[str, float]:
     }
 
 
-def judged(record: Record, warm_up_s: float, tolerance: float, left: dict[str, list[str]], exit_code: int) -> Result:
+def judged(
+    record: SoakSamples, warm_up_s: float, tolerance: float, left: dict[str, list[str]], exit_code: int
+) -> Result:
     since = min(warm_up_s, record.processes[-1][0] / 4)
     end = record.processes[-1][0] - 20  # the last samples are of processes that are stopping
     record.processes = [entry for entry in record.processes if entry[0] <= end]
@@ -263,11 +267,11 @@ def judged(record: Record, warm_up_s: float, tolerance: float, left: dict[str, l
     }
 
 
-def judge_processes(record: Record, since: float, tolerance: float) -> tuple[dict[str, Any], list[str]]:
+def judge_processes(record: SoakSamples, since: float, tolerance: float) -> tuple[dict[str, Any], list[str]]:
     figures: dict[str, Any] = {}
     wrong: list[str] = []
     for name, points in record.lasting(since).items():
-        kinds: dict[str, Callable[[Process], float]] = {
+        kinds: dict[str, Callable[[ProcessSample], float]] = {
             "rss_mb": lambda p: p.rss_mb,
             "anon_mb": lambda p: p.anon_mb,
             "fds": lambda p: p.fds,
@@ -286,7 +290,7 @@ def judge_processes(record: Record, since: float, tolerance: float) -> tuple[dic
     return figures, wrong
 
 
-def judge_stores(record: Record, since: float, tolerance: float, done: int) -> tuple[dict[str, Any], list[str]]:
+def judge_stores(record: SoakSamples, since: float, tolerance: float, done: int) -> tuple[dict[str, Any], list[str]]:
     figures: dict[str, Any] = {}
     wrong: list[str] = []
     samples = [(at, stores) for at, stores in record.stores if at >= since]
@@ -315,7 +319,7 @@ def judge_stores(record: Record, since: float, tolerance: float, done: int) -> t
 # ── the run ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def shared_memory(found: list[Process]) -> set[str]:
+def shared_memory(found: list[ProcessSample]) -> set[str]:
     """Segments that processes of ours have mapped; others' come and go on the same host."""
     names: set[str] = set()
     for process in found:
@@ -360,9 +364,9 @@ def training(words: list[str], folder: Path, scratch: Path) -> Iterator[subproce
 
 def watch(
     process: subprocess.Popen[bytes], run_dir: Path, cache: Path, scratch: Path, limit_s: float
-) -> tuple[Record, set[int], set[str]]:
+) -> tuple[SoakSamples, set[int], set[str]]:
     """Samples until the run ends by itself; time counts from the first generated rollout."""
-    record, seen, segments = Record(), set[int](), set[str]()
+    record, seen, segments = SoakSamples(), set[int](), set[str]()
     root, begun = psutil.Process(process.pid), time.monotonic()
     trained_from: float | None = None
     while process.poll() is None and time.monotonic() - begun < limit_s:
@@ -381,7 +385,7 @@ def watch(
     return record, seen, segments
 
 
-def _show(record: Record) -> None:
+def _show(record: SoakSamples) -> None:
     at, found = record.processes[-1]
     if len(record.processes) % 3 != 1:
         return

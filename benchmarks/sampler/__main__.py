@@ -39,7 +39,7 @@ from kbrl_async.sampling.vllm.versions import Served
 from kbrl_async.weights import FILES
 from protocols.messages import Stage, Task
 from protocols.records import PolicyVersion
-from services.runtime import Outcome, Worker, addresses
+from services.runtime import HandlerOutcome, Worker, addresses
 from services.runtime.quiet import PauseGate
 from services.runtime.service import Service
 from services.sampler.actor import Sampling
@@ -50,7 +50,7 @@ WARM = 0.4
 """Share of a leg until the engine is full and steady."""
 
 
-class Sizes(msgspec.Struct, frozen=True):
+class LegSizes(msgspec.Struct, frozen=True):
     """What all legs of a measurement have in common."""
 
     shape: str
@@ -89,7 +89,7 @@ async def service(
     """
     from benchmarks.sampler.model import SHAPES, make_tokenizer, make_weights
 
-    sizes = Sizes(shape, update, 0 if update == "full" else rank, prompt_tokens, max_tokens, every_s)
+    sizes = LegSizes(shape, update, 0 if update == "full" else rank, prompt_tokens, max_tokens, every_s)
     with tempfile.TemporaryDirectory(prefix="kbrl-sampler-") as name:
         folder, drawn = Path(name), SHAPES[shape]
         make_weights(folder, drawn, sizes.rank)
@@ -105,7 +105,7 @@ async def service(
         engine = await launch(options, make_tokenizer(drawn))
         start_s = time.monotonic() - begun
         say(f"vLLM has started in {start_s:.0f} s")
-        bench = Bench(sizes, folder, engine, drawn.vocabulary, max(at_once))
+        bench = SamplerLegs(sizes, folder, engine, drawn.vocabulary, max(at_once))
         try:
             await note_facts(engine, folder, sizes.rank)
             await publish(bench.run_dir / "policies", folder, 0)
@@ -138,7 +138,7 @@ async def service(
     }
 
 
-async def _rates(bench: Bench, at_once: tuple[int, ...], rounds: int, leg_s: float) -> dict[str, list[float]]:
+async def _rates(bench: SamplerLegs, at_once: tuple[int, ...], rounds: int, leg_s: float) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for n in at_once:
         for _, leg in in_turn((f"bare {n}", f"service {n}"), rounds):
@@ -155,10 +155,10 @@ class Quiet:
         return lambda *_args, **_facts: None
 
 
-class Bench:
+class SamplerLegs:
     """One engine, one broker, and the legs."""
 
-    def __init__(self, sizes: Sizes, folder: Path, engine: VLLMEngine, vocabulary: int, slots: int) -> None:
+    def __init__(self, sizes: LegSizes, folder: Path, engine: VLLMEngine, vocabulary: int, slots: int) -> None:
         self.sizes, self.folder, self.engine, self.vocabulary = sizes, folder, engine, vocabulary
         words = [f"log_path={folder / 'runs'}", f"sampler.slots={slots}", "sampler.engine=vllm"]
         run = prepare(load(overrides=[*words, f"lora_rank={sizes.rank}", f"max_tokens={sizes.max_tokens}"]))
@@ -226,7 +226,7 @@ class Bench:
         found = addresses(self.run_dir, self.config)
         service = make_service(self.run_dir, self.config)
 
-        async def generate(task: Task, frames: list[bytes]) -> Outcome:
+        async def generate(task: Task, frames: list[bytes]) -> HandlerOutcome:
             return await sampling.generate(task, frames)
 
         worker = Worker(found.work, f"sampler-{leg}", [Stage.GENERATE], at_once, generate, wedge_s=60.0)

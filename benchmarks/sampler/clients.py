@@ -15,7 +15,7 @@ from benchmarks.harness import Commands, packed
 from kbrl_async.runs.folder import load_run
 from protocols.messages import Stage, Task
 from protocols.records import Generation, Problem, RolloutRequest, SamplingParams
-from services.runtime import Outcome, Producer, Worker, addresses
+from services.runtime import HandlerOutcome, Producer, Worker, addresses
 
 commands = Commands("sampler.clients", __doc__)
 GROUP = 8
@@ -43,13 +43,13 @@ async def ask(
     decode = msgspec.msgpack.Decoder(Generation).decode
     delivered = tokens = 0
 
-    async def take(task: Task, frames: list[bytes]) -> Outcome:
+    async def take(task: Task, frames: list[bytes]) -> HandlerOutcome:
         nonlocal delivered, tokens
         generation = decode(frames[1])
         assert len(generation.logprobs) == len(generation.token_ids)
         delivered, tokens = delivered + 1, tokens + len(generation.token_ids)
         room.release()
-        return Outcome()
+        return HandlerOutcome()
 
     sending: set[asyncio.Task[bool]] = set()
 

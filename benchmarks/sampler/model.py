@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from kbrl_async.weights import FILES
 
 
-class Shape(msgspec.Struct, frozen=True):
+class BenchmarkShape(msgspec.Struct, frozen=True):
     hidden: int
     layers: int
     heads: int
@@ -25,14 +25,14 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 SHAPES = {
-    "tiny": Shape(192, 4, 3, 3, 512, 2048, 768),
-    "1b": Shape(2048, 16, 16, 4, 8192, 65_536, 4096),
-    "7b": Shape(3584, 28, 28, 4, 18_944, 152_064, 4096),
+    "tiny": BenchmarkShape(192, 4, 3, 3, 512, 2048, 768),
+    "1b": BenchmarkShape(2048, 16, 16, 4, 8192, 65_536, 4096),
+    "7b": BenchmarkShape(3584, 28, 28, 4, 18_944, 152_064, 4096),
 }
 """`7b` is that of Qwen2.5-7B."""
 
 
-def write_config(folder: Path, shape: Shape) -> None:
+def write_config(folder: Path, shape: BenchmarkShape) -> None:
     """A model folder without weights: vLLM fills them by load_format=dummy, or they are put there."""
     folder.mkdir(parents=True)
     config = {
@@ -56,7 +56,7 @@ def write_config(folder: Path, shape: Shape) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def make_tokenizer(shape: Shape) -> Any:
+def make_tokenizer(shape: BenchmarkShape) -> Any:
     """A real tokenizer of that many entries, all of them made up: words `t7`, and no end-of-text that is ever drawn."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -67,7 +67,7 @@ def make_tokenizer(shape: Shape) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="t1")
 
 
-def linear_layers(shape: Shape) -> dict[str, tuple[int, int]]:
+def linear_layers(shape: BenchmarkShape) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of the linear layers of one block."""
     head = shape.hidden // shape.heads
     return {
@@ -81,7 +81,7 @@ def linear_layers(shape: Shape) -> dict[str, tuple[int, int]]:
     }
 
 
-def write_weights(folder: Path, shape: Shape, seed: int) -> None:
+def write_weights(folder: Path, shape: BenchmarkShape, seed: int) -> None:
     """Whole weights in bfloat16, as the learner publishes them. Blocks are alike: it is their size that matters."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
@@ -99,7 +99,7 @@ def write_weights(folder: Path, shape: Shape, seed: int) -> None:
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
-def write_adapter(folder: Path, shape: Shape, rank: int, seed: int) -> None:
+def write_adapter(folder: Path, shape: BenchmarkShape, rank: int, seed: int) -> None:
     """An adapter on all linear layers, as peft writes it."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
@@ -127,7 +127,7 @@ def write_adapter(folder: Path, shape: Shape, rank: int, seed: int) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def make_weights(folder: Path, shape: Shape, rank: int) -> None:
+def make_weights(folder: Path, shape: BenchmarkShape, rank: int) -> None:
     """The base, and two adapters or, with `rank` 0, two sets of whole weights, of which the base has the first."""
     write_config(folder / "base", shape)
     for number in range(2):

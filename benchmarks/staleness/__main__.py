@@ -16,9 +16,9 @@ import msgspec
 
 from benchmarks.harness import CORES, ONE_THREAD, Commands, Result, command, environment, say
 from benchmarks.staleness import overlap
-from benchmarks.staleness.arm import Arm, ArmResult, Remembering, Setting, Study, Verdicts
+from benchmarks.staleness.arm import Arm, ArmResult, Remembering, Study, StudySetting, Verdicts
 from benchmarks.staleness.report import (
-    Figures,
+    SettingFigures,
     findings,
     hardest,
     merge,
@@ -48,10 +48,10 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
 `tis` on `reinforce`, and `importance_sampling` the same without its cap."""
 _SMALL = ("level=1", "batch_size=4")
 SETTINGS = {
-    "default": Setting("default", 20, _SMALL),
-    "fast": Setting("fast", 20, (*_SMALL, "learning_rate=5e-4")),
-    "negative-3": Setting("negative-3", 20, (*_SMALL, "learning_rate=3e-4", "learner.negative_scale=1")),
-    "negative-5": Setting("negative-5", 20, (*_SMALL, "learning_rate=5e-4", "learner.negative_scale=1")),
+    "default": StudySetting("default", 20, _SMALL),
+    "fast": StudySetting("fast", 20, (*_SMALL, "learning_rate=5e-4")),
+    "negative-3": StudySetting("negative-3", 20, (*_SMALL, "learning_rate=3e-4", "learner.negative_scale=1")),
+    "negative-5": StudySetting("negative-5", 20, (*_SMALL, "learning_rate=5e-4", "learner.negative_scale=1")),
 }
 """Eight problems, 32 answers an update; all else as in the default run but for what is said here."""
 WORKERS_PER_CORE = 3
@@ -194,7 +194,7 @@ def figures_of(outcomes: Sequence[ArmResult], page: Path) -> str:
     hard = hardest(outcomes)
     parts = []
     for setting in (hard, *(name for name in SETTINGS if name != hard)):
-        figures = Figures([o for o in outcomes if o.arm.setting == setting])
+        figures = SettingFigures([o for o in outcomes if o.arm.setting == setting])
         if not figures.outcomes:
             continue
         names = figures.ordered([NONE, DEFAULT])
@@ -207,7 +207,7 @@ def figures_of(outcomes: Sequence[ArmResult], page: Path) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _in_full(figures: Figures, names: Sequence[str], page: Path) -> list[str]:
+def _in_full(figures: SettingFigures, names: Sequence[str], page: Path) -> list[str]:
     place = page.parent / "pictures" / "staleness.svg"
     place.write_text(picture(figures, names, "Final reward by staleness of the samples"), encoding="utf-8")
     tables = [f"Stability at S=4:\n\n{stability_table(figures, names, 4)}"]

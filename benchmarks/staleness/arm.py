@@ -64,7 +64,7 @@ UPDATE_FACTS = ("ess", "mismatch_kl", "grad_norm", "grad_norm_max", "entropy", "
                 "ratio_max", "staleness_max", "loss")  # fmt: skip
 
 
-class Setting(msgspec.Struct, frozen=True):
+class StudySetting(msgspec.Struct, frozen=True):
     """What all arms of a study share."""
 
     name: str = "default"
@@ -126,7 +126,7 @@ def spread(problems: Sequence[Problem], wanted: int) -> list[Problem]:
     return [problems[number * len(problems) // count] for number in range(count)]
 
 
-def config_of(setting: Setting, words: Sequence[str], seed: int, policy: str) -> Config:
+def config_of(setting: StudySetting, words: Sequence[str], seed: int, policy: str) -> Config:
     """As `kbrl train` would make it: checked, and `words` of the arm win over those of the setting."""
     given = [f"model_name={policy}", f"seed={seed}", f"max_steps={setting.updates}", "max_minutes=null"]
     fixed = ["prompt.option=compact", "learner.threads=1"]
@@ -195,7 +195,7 @@ class Remembering:
         return found
 
 
-class Sampler:
+class MemorySampler:
     """Writes with the weights of any version that is still in memory, in a number format of its own."""
 
     def __init__(self, policy: str, dtype: str, keep: int) -> None:
@@ -230,7 +230,7 @@ class Sampler:
 class Study:
     """One arm, from the first policy to the last."""
 
-    def __init__(self, arm: Arm, setting: Setting, words: Sequence[str], policy: str, judge: Remembering) -> None:
+    def __init__(self, arm: Arm, setting: StudySetting, words: Sequence[str], policy: str, judge: Remembering) -> None:
         self.arm, self.setting, self._judge = arm, setting, judge
         self._config = config_of(setting, words, arm.seed, policy)
         self._plan = plan_of(self._config)
@@ -241,7 +241,7 @@ class Study:
         self._book = RolloutBuffer(rules)
         self._preset = find_presets(msgspec.structs.replace(self._config.reward, preset="stage2"))[0]
         self._trainer: Trainer = make_trainer(self._config, policy, "cpu")
-        self._sampler = Sampler(policy, setting.sampler, max(arm.staleness + 1, setting.eval_last))
+        self._sampler = MemorySampler(policy, setting.sampler, max(arm.staleness + 1, setting.eval_last))
         self._sampler.publish(0, self._trainer.model)
         self.seconds = {"generate": 0.0, "verify": 0.0, "train": 0.0}
 

@@ -65,7 +65,7 @@ def worst(outcome: ArmResult, name: str, choose: Callable[[Iterable[float]], flo
     return choose([update[name] for update in outcome.history if name in update] or [math.nan])
 
 
-class Figures:
+class SettingFigures:
     """ArmResults of one setting, by correction and staleness."""
 
     def __init__(self, outcomes: Sequence[ArmResult]) -> None:
@@ -108,7 +108,7 @@ def hardest(outcomes: Sequence[ArmResult]) -> str:
     return max(tried, key=lambda name: len(tried[name]))
 
 
-def findings(figures: Figures, none: str, default: str, staleness: int = 4) -> list[str]:
+def findings(figures: SettingFigures, none: str, default: str, staleness: int = 4) -> list[str]:
     """What the figures say of staleness without and with the default correction, in words that follow from them."""
     said = []
     for name, words in ((none, "Without correction"), (default, f"With the default correction (`{default}`)")):
@@ -141,7 +141,7 @@ def _signed(value: float) -> str:
     return f"{'−' if value < 0 else '+'}{_short(abs(value))}"
 
 
-def reward_table(figures: Figures, names: Sequence[str]) -> str:
+def reward_table(figures: SettingFigures, names: Sequence[str]) -> str:
     """Final reward by correction and S, and the paired change from S = 0 to S = 4."""
     heads = [f"S={s}" for s in figures.stalenesses]
     paired = 4 in figures.stalenesses and 0 in figures.stalenesses
@@ -153,12 +153,12 @@ def reward_table(figures: Figures, names: Sequence[str]) -> str:
     return table(["correction", *heads, *(["S=4 less S=0, paired"] if paired else [])], rows)
 
 
-def _change(figures: Figures, name: str) -> str:
+def _change(figures: SettingFigures, name: str) -> str:
     found = figures.change(name, 4)
     return shown(found).replace("-0.", "−.").replace("-", "−") if found else "–"
 
 
-def stability_table(figures: Figures, names: Sequence[str], staleness: int) -> str:
+def stability_table(figures: SettingFigures, names: Sequence[str], staleness: int) -> str:
     """What the updates said of themselves: mean over seeds of each run's worst or last value."""
     heads = [
         "correction",
@@ -207,7 +207,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def picture(figures: Figures, names: Sequence[str], title: str) -> str:
+def picture(figures: SettingFigures, names: Sequence[str], title: str) -> str:
     """Final reward over S: a line per correction, its band from the worst to the best seed for the first two."""
     lines = []
     for number, name in enumerate(names[: len(plots.COLOURS)]):

@@ -28,7 +28,7 @@ from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.optimize import engine, evidence, session
 from kbrl_async.lab.optimize.search import Budget
 from kbrl_async.lab.optimize.targets import Given, UserModule, read_target
-from kbrl_async.runs.archive.archive import Archive
+from kbrl_async.runs.archive.archive import ArchiveReader
 from kbrl_async.runs.value import JudgedKernel, ValueModel, judged_in, pairs_of
 from protocols.records import VERIFIER, BenchReport, BuildReport, Candidate, Fault, Problem, Strictness
 from tests.candidates import affine, elementwise
@@ -146,7 +146,7 @@ def strictness(
 
     The anchor is the full check of the same kernel; which of the two comes first alternates. Nothing is timed.
     """
-    with Archive(run / "rollouts.sqlite") as archive:
+    with ArchiveReader(run / "rollouts.sqlite") as archive:
         reached = [row.task_id for row in archive.rows() if row.compiled and row.role != VERIFIER][:candidates]
         records = [record for task in reached if (record := archive.record(task)) is not None]
     kinds = {"full": None, "early": Strictness(sets, tolerance)}

@@ -53,7 +53,7 @@ Jobs = Annotated[int, "processes, each with a verifier"]
 Seconds = Annotated[float, "after which no further pair is begun"]
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class CorpusOutcome(msgspec.Struct, frozen=True):
     name: str
     state: State
     backend: str = ""
@@ -142,11 +142,11 @@ def _pairs(corpus: Path, only: str = "", repeat: int = 1) -> list[Task]:
     return [Task(folder.name + mark.strip(), (folder, mark)) for mark in marks for folder in folders]
 
 
-def run(pairs: list[Task], crew: Crew, judge: Start) -> list[Outcome]:
+def run(pairs: list[Task], crew: Crew, judge: Start) -> list[CorpusOutcome]:
     """One outcome a pair; whatever a pair is, it is an outcome and no exception."""
     outcomes = []
     for row in crew.run(pairs, judge):
-        outcomes.append(msgspec.convert(row, Outcome))
+        outcomes.append(msgspec.convert(row, CorpusOutcome))
         say(f"{outcomes[-1].state:9} {outcomes[-1].name} {outcomes[-1].rule or outcomes[-1].message[:100]}")
     return outcomes
 
@@ -173,27 +173,27 @@ def judging(rules: Rules, deadline_s: float, timing: bool, warm: Path | None, nu
         yield judge
 
 
-def _one(folder: Path, mark: str, verifier: Verifier) -> Outcome:
+def _one(folder: Path, mark: str, verifier: Verifier) -> CorpusOutcome:
     if not (folder / "candidate.py").is_file():
-        return Outcome(folder.name, "no_kernel", message="there is no candidate.py")
+        return CorpusOutcome(folder.name, "no_kernel", message="there is no candidate.py")
     try:
         text = mark + read_text(folder / "candidate.py")
         candidate = read_candidate(text, response=False).candidate
     except (UserError, UnicodeError) as error:
-        return Outcome(folder.name, "no_kernel", message=str(error))
+        return CorpusOutcome(folder.name, "no_kernel", message=str(error))
     if candidate is None or max(load_backend(name).claims(text) for name in backends()) <= 0:
-        return Outcome(folder.name, "no_kernel", message="no backend knows what it is")
+        return CorpusOutcome(folder.name, "no_kernel", message="no backend knows what it is")
     try:
         path = folder / "problem.py"
         problem = load_file(path) if path.is_file() else None
         verdict, state, stages, tools = _judged(candidate, problem, verifier)
     except (ProblemError, UnicodeError) as error:
-        return Outcome(folder.name, "problem", message=str(error))
+        return CorpusOutcome(folder.name, "problem", message=str(error))
     except KbrlError as error:
         verifier.restart()
-        return Outcome(folder.name, "host", message=str(error))
+        return CorpusOutcome(folder.name, "host", message=str(error))
     v = verdict
-    return Outcome(
+    return CorpusOutcome(
         folder.name, state, candidate.backend, v.fault.value, v.rule, v.rules, v.message, v.hint,
         round(sum(stages.values()), 2), tools, {name: round(spent, 2) for name, spent in stages.items()},
     )  # fmt: skip
@@ -229,7 +229,7 @@ def _refused(verdict: Verdict) -> tuple[Verdict, State]:
     return verdict, "missing" if is_missing else "refused"
 
 
-def _is_expected(folder: Path, outcome: Outcome) -> bool:
+def _is_expected(folder: Path, outcome: CorpusOutcome) -> bool:
     try:
         wanted: dict[str, Any] = json.loads((folder / "expected.json").read_text())
     except (OSError, ValueError):
@@ -237,7 +237,7 @@ def _is_expected(folder: Path, outcome: Outcome) -> bool:
     return outcome.state == "refused" and (outcome.rule or outcome.fault) in wanted.get("rules", [])
 
 
-def _counted(outcomes: list[Outcome]) -> Result:
+def _counted(outcomes: list[CorpusOutcome]) -> Result:
     refused = Counter(f"{one.fault} {one.rule}".strip() for one in outcomes if one.state == "refused")
     seconds = sorted(one.seconds for one in outcomes if one.counts)
     return {

@@ -32,7 +32,7 @@ from kbrl_async.kernels.funnel import Builder, Judge
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.kernels.stages import spans
 from kbrl_async.kernels.timing import ready
-from kbrl_async.kernels.timing.turns import Turns
+from kbrl_async.kernels.timing.turns import DeviceTurns
 from kbrl_async.kernels.verify import bench_options
 from kbrl_async.kernels.verify.options import ALONE_SHARE
 from kbrl_async.lab.small_policy.author import Author, Habits
@@ -342,7 +342,7 @@ def _judging(
     torch.set_num_threads(1)
     if asked.backend == "c":
         device = "cpu"
-    windows = _Windows(Turns(folder / f"turns-{device.replace(':', '')}"))
+    windows = _Windows(DeviceTurns(folder / f"turns-{device.replace(':', '')}"))
     options = bench_options(
         sections.TimingBench(deadline_s=10),
         device,
@@ -363,7 +363,7 @@ def _judging(
 class _Windows:
     """Seconds that a lane waited to be alone on the GPU, and was."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: DeviceTurns) -> None:
         self.turns = turns
         self.seconds = dict[str, float]()
 

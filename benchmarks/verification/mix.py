@@ -36,7 +36,7 @@ from protocols.records import (
     SamplingParams,
 )
 from protocols.rollout import Record
-from services.runtime import Outcome, Producer, Worker, addresses
+from services.runtime import HandlerOutcome, Producer, Worker, addresses
 from tests.brokers import working
 
 IN_FLIGHT = 64
@@ -70,7 +70,7 @@ async def mix(
         names = ["broker.1", "compile_farm.1", *(f"timing_bench.{number + 1}" for number in range(benches))]
         found = addresses(run.path, run.config)
         with services(run.path, *names, TMPDIR=str(scratch), **ONE_THREAD) as processes:
-            mixed = Run(made, ArtifactStore(run.path / "artifacts"), processes)
+            mixed = MixRun(made, ArtifactStore(run.path / "artifacts"), processes)
             async with working(Worker(found.work, "collector", [Stage.SCORE], IN_FLIGHT, mixed.collect)):
                 try:
                     async with asyncio.timeout(limit_s), Producer(found.submit) as producer:
@@ -128,7 +128,7 @@ def _lowest_fds(worker: psutil.Process) -> int:
     return min(seen)
 
 
-class Run:
+class MixRun:
     """Submits everything, a bounded number at a time, and collects one record for each."""
 
     def __init__(self, made: list[Made], store: ArtifactStore, processes: Processes) -> None:
@@ -162,7 +162,7 @@ class Run:
                 self._raw[source] = self.store.put((folder / "k.so").read_bytes())
         return self._raw[source]
 
-    async def collect(self, task: Task, frames: list[bytes]) -> Outcome:
+    async def collect(self, task: Task, frames: list[bytes]) -> HandlerOutcome:
         self.records[task.task_id].append((task.status, frames))
         self.room.release()
         done, total = len(self.records), len(self.made)
@@ -173,7 +173,7 @@ class Run:
             say(f"{done:6} of {total}")
         if done == total:
             self.finished.set()
-        return Outcome()
+        return HandlerOutcome()
 
     def judge(self) -> tuple[collections.Counter[str], dict[str, object]]:
         """Faults by name, and what is not as it must be."""

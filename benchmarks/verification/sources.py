@@ -30,7 +30,7 @@ from benchmarks.verification.crew import Crew, Task, Work
 from kbrl_async.errors import KbrlError, ProblemError
 from kbrl_async.kernels.funnel import Verifier, VerifyOptions
 from kbrl_async.kernels.funnel.verifier import choose_device, default_bench
-from kbrl_async.kernels.importing import JOURNAL, Row
+from kbrl_async.kernels.importing import JOURNAL, ImportedRow
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.kernels.verify.checks import DEGENERATE_NOTE
 from protocols.records import Candidate, Fault, Problem
@@ -128,7 +128,7 @@ WAYS: dict[str, Way] = {
 }  # fmt: skip
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class SourceOutcome(msgspec.Struct, frozen=True):
     """Of one problem. `seconds`: of the lazy candidate from its source to its verdict."""
 
     problem_id: str
@@ -152,11 +152,11 @@ def sources(
     drawn = [[(folder, problem) for problem in _drawn(folder, backend, sample, seed)] for folder in folders]
     in_turn = [one for several in itertools.zip_longest(*drawn) for one in several if one is not None]
     tasks = [Task(f"{Path(folder).name}/{problem.problem_id}", problem) for folder, problem in in_turn]
-    found: dict[str, list[Outcome]] = {Path(folder).name: [] for folder in folders}
+    found: dict[str, list[SourceOutcome]] = {Path(folder).name: [] for folder in folders}
     crew = Crew(jobs, seconds, patience_s=120.0, out=out, again=again)
     for row in crew.run(tasks, partial(verifying, backend)):
         source, _, problem_id = row["name"].partition("/")
-        found[source].append(msgspec.convert({"problem_id": problem_id, **row}, Outcome))
+        found[source].append(msgspec.convert({"problem_id": problem_id, **row}, SourceOutcome))
         say(f"{row['state']:24} {row['name']} {row.get('why', '')[:140]}")
     rows = {folder: {**_imported(Path(folder)), **_told(found[Path(folder).name])} for folder in folders}
     _show(rows)
@@ -171,7 +171,7 @@ def made(problem: Problem, backend: Backend, *, lazy: bool) -> Candidate:
     return Candidate(f"{problem.source}{body}{_LAZY if lazy else _DECOY}", backend)
 
 
-def judged(problem: Problem, backend: Backend, verifier: Verifier) -> Outcome:
+def judged(problem: Problem, backend: Backend, verifier: Verifier) -> SourceOutcome:
     """Both candidates; whatever a problem is, it is an outcome and no exception."""
     begun = time.monotonic()
     try:
@@ -180,21 +180,23 @@ def judged(problem: Problem, backend: Backend, verifier: Verifier) -> Outcome:
         if lazy.fault is not Fault.OK:
             state: State = "no tensor" if "max() " in lazy.message else "lazy refused"
             state = "too lazy" if TOO_LAZY in lazy.message else state
-            return Outcome(problem.problem_id, state, f"{lazy.fault} {lazy.rule}: {lazy.message}"[:400], spent)
+            return SourceOutcome(problem.problem_id, state, f"{lazy.fault} {lazy.rule}: {lazy.message}"[:400], spent)
         decoy = verifier.verify(problem, made(problem, backend, lazy=False)).verdict
     except ProblemError as error:
-        return Outcome(problem.problem_id, "too large" if "does not fit" in str(error) else "problem", str(error)[:400])
+        return SourceOutcome(
+            problem.problem_id, "too large" if "does not fit" in str(error) else "problem", str(error)[:400]
+        )
     except KbrlError as error:
         verifier.restart()
-        return Outcome(problem.problem_id, "host", f"{type(error).__name__}: {error}"[:400])
+        return SourceOutcome(problem.problem_id, "host", f"{type(error).__name__}: {error}"[:400])
     trust = f"{lazy.trust} {lazy.trust_reason}".strip()
     if decoy.rule in DECOYS:
-        return Outcome(problem.problem_id, "as it should", "", spent, trust)
+        return SourceOutcome(problem.problem_id, "as it should", "", spent, trust)
     why = f"{decoy.fault} {decoy.rule}: {decoy.message}"[:400]
     if decoy.fault is not Fault.OK:
-        return Outcome(problem.problem_id, "decoy refused otherwise", why, spent, trust)
+        return SourceOutcome(problem.problem_id, "decoy refused otherwise", why, spent, trust)
     is_known = DEGENERATE_NOTE in decoy.evidence
-    return Outcome(problem.problem_id, "proves nothing" if is_known else "decoy accepted", why, spent, trust)
+    return SourceOutcome(problem.problem_id, "proves nothing" if is_known else "decoy accepted", why, spent, trust)
 
 
 def _drawn(folder: str, backend: Backend, sample: int, seed: int) -> list[Problem]:
@@ -230,12 +232,12 @@ def _imported(folder: Path) -> Result:
     journal = folder / JOURNAL
     if not journal.is_file():
         return {}
-    rows = [msgspec.json.decode(line, type=Row) for line in journal.read_bytes().splitlines()]
+    rows = [msgspec.json.decode(line, type=ImportedRow) for line in journal.read_bytes().splitlines()]
     counted = Counter(row.outcome for row in rows)
     return {"read": len(rows), "taken": counted["taken"], "untried": counted["taken, not tried"]}
 
 
-def _told(outcomes: Sequence[Outcome]) -> Result:
+def _told(outcomes: Sequence[SourceOutcome]) -> Result:
     seconds = sorted(one.seconds for one in outcomes if one.seconds)
     wrong = [one for one in outcomes if one.state in ("lazy refused", "decoy accepted", "decoy refused otherwise")]
     return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kbrl_async.adapters.verdicts import Options, reward_of, run
+from kbrl_async.adapters.verdicts import RewardOptions, reward_of, run
 
 DEADLINE_S = 12.0
 
@@ -23,8 +23,8 @@ def reward_fn(
     problem: str,
     **given: Any,
 ) -> float:
-    """`given`: columns of the data set; among them may be options, see `verdicts.Options`.
+    """`given`: columns of the data set; among them may be options, see `verdicts.RewardOptions`.
 
     :raises InfraError: the host failed, or there is no verdict yet; never 0 for that.
     """
-    return run(reward_of(completions, problem, Options.among(given, deadline_s=DEADLINE_S)))
+    return run(reward_of(completions, problem, RewardOptions.among(given, deadline_s=DEADLINE_S)))

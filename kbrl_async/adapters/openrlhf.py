@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from kbrl_async.adapters.verdicts import Options, reward_of, run
+from kbrl_async.adapters.verdicts import RewardOptions, reward_of, run
 from kbrl_async.serving.dialects import answer_in
 
 
@@ -24,7 +24,7 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
     async def all_of() -> list[float]:
         return await asyncio.gather(
             *(
-                reward_of(answer_in(query, prompt), label, Options())
+                reward_of(answer_in(query, prompt), label, RewardOptions())
                 for query, prompt, label in zip(queries, prompts, labels, strict=True)
             )
         )

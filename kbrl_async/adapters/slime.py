@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from kbrl_async.adapters.verdicts import Options, reward_of
+from kbrl_async.adapters.verdicts import RewardOptions, reward_of
 
 
 async def custom_rm(args: Any, sample: Any, **_: Any) -> float | list[float]:
@@ -17,7 +17,7 @@ async def custom_rm(args: Any, sample: Any, **_: Any) -> float | list[float]:
 
     :raises InfraError: the host failed.
     """
-    options = Options.among(
+    options = RewardOptions.among(
         {name.removeprefix("kbrl_"): value for name, value in vars(args).items() if name.startswith("kbrl_")}
     )
     if isinstance(sample, list):
@@ -25,5 +25,5 @@ async def custom_rm(args: Any, sample: Any, **_: Any) -> float | list[float]:
     return await _of(sample, options)
 
 
-async def _of(sample: Any, options: Options) -> float:
+async def _of(sample: Any, options: RewardOptions) -> float:
     return await reward_of(sample.response, sample.label, options)

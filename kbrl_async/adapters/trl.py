@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kbrl_async.adapters.verdicts import Options, reward_or_none, run
+from kbrl_async.adapters.verdicts import RewardOptions, reward_or_none, run
 
 RewardFunc = Callable[..., list[float | None]]
 
@@ -23,7 +23,7 @@ def kernel_reward(
     completions: Sequence[Any],
     problem: Sequence[str],
     *,
-    options: Options | None = None,
+    options: RewardOptions | None = None,
     **_: Any,
 ) -> list[float | None]:
     """One reward for each completion, a text or a list of messages; None where the host failed, which TRL leaves out.
@@ -41,8 +41,8 @@ def kernel_reward(
 
 
 def rewards(**options: Any) -> RewardFunc:
-    """`kernel_reward` with options of its own, see `verdicts.Options`."""
-    made = functools.partial(kernel_reward, options=Options(**options))
+    """`kernel_reward` with options of its own, see `verdicts.RewardOptions`."""
+    made = functools.partial(kernel_reward, options=RewardOptions(**options))
     return functools.update_wrapper(made, kernel_reward)
 
 

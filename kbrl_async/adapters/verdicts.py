@@ -44,7 +44,7 @@ _BY_NAME = ("server", "key", "preset", "timing", "backend", "deadline_s")
 ReturnT = TypeVar("ReturnT")
 
 
-class Options(msgspec.Struct, frozen=True):
+class RewardOptions(msgspec.Struct, frozen=True):
     """How a trainer's rewards are found. What is empty is taken from the variables."""
 
     server: str = ""
@@ -60,11 +60,11 @@ class Options(msgspec.Struct, frozen=True):
     device: str = "auto"
 
     @staticmethod
-    def among(words: Mapping[str, Any], **defaults: Any) -> Options:
+    def among(words: Mapping[str, Any], **defaults: Any) -> RewardOptions:
         """Those that a trainer gives by name, out of all that it gives a reward function."""
-        return Options(**defaults | {name: words[name] for name in _BY_NAME if words.get(name) is not None})
+        return RewardOptions(**defaults | {name: words[name] for name in _BY_NAME if words.get(name) is not None})
 
-    def resolved(self) -> Options:
+    def resolved(self) -> RewardOptions:
         return msgspec.structs.replace(
             self,
             server=self.server or os.environ.get(SERVER, ""),
@@ -73,20 +73,20 @@ class Options(msgspec.Struct, frozen=True):
         )
 
 
-async def reward_of(answer: str, problem: str, options: Options | None = None) -> float:
+async def reward_of(answer: str, problem: str, options: RewardOptions | None = None) -> float:
     """What a model's answer to a problem is worth.
 
     :param problem: an id of the suite or of the service, or the reference's source (anything with a line break).
     :raises InfraError: the host failed, or gave no answer in time; no reward is known.
     :raises ProblemError: the problem fails; `UserError`: there is no such problem, preset or backend, or no right key.
     """
-    options = (options or Options()).resolved()
+    options = (options or RewardOptions()).resolved()
     if options.server:
         return await _from_service(answer, problem, options)
     return await asyncio.wrap_future(_submit(_from_here(answer, problem, options)))
 
 
-async def reward_or_none(answer: str, problem: str, options: Options | None = None) -> float | None:
+async def reward_or_none(answer: str, problem: str, options: RewardOptions | None = None) -> float | None:
     """The same for trainers that leave a sample out: None where the host failed, or this one problem.
 
     :raises UserError: and `HostError`: no sample would ever have a reward.
@@ -122,7 +122,7 @@ def _submit(work: Coroutine[Any, Any, ReturnT]) -> concurrent.futures.Future[Ret
 _verifiers: dict[tuple[int, int, str], AsyncVerifier] = {}
 
 
-async def _from_here(answer: str, problem: str, options: Options) -> float:
+async def _from_here(answer: str, problem: str, options: RewardOptions) -> float:
     from kbrl_async.kernels.funnel import AsyncVerifier
     from kbrl_async.rollouts.rewards.results import reward
 
@@ -154,7 +154,7 @@ def _problem(problem: str) -> Any:
 # ── a service ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _from_service(answer: str, problem: str, options: Options) -> float:
+async def _from_service(answer: str, problem: str, options: RewardOptions) -> float:
     import httpx
 
     named = {"reference": problem} if "\n" in problem else {"problem": problem}
@@ -180,7 +180,7 @@ async def _from_service(answer: str, problem: str, options: Options) -> float:
     raise InfraError(cause, "See its log, and /v1/health")
 
 
-def _reward_in(code: int, content: bytes, options: Options) -> float:
+def _reward_in(code: int, content: bytes, options: RewardOptions) -> float:
     try:
         found = msgspec.json.decode(content)
     except msgspec.DecodeError:
@@ -194,7 +194,7 @@ def _reward_in(code: int, content: bytes, options: Options) -> float:
     raise kind(trouble.get("cause", f"HTTP {code}"), trouble.get("cure", ""))
 
 
-def _worth_of_nothing(options: Options) -> float:
+def _worth_of_nothing(options: RewardOptions) -> float:
     """An answer that no service takes for its length is the policy's own fault: no kernel is in it."""
     from kbrl_async.kernels.funnel.result import Result
     from kbrl_async.rollouts.rewards.results import reward

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kbrl_async.adapters.verdicts import Options, reward_of
+from kbrl_async.adapters.verdicts import RewardOptions, reward_of
 
 
 async def compute_score(
@@ -24,8 +24,8 @@ async def compute_score(
     extra_info: dict[str, Any] | None = None,
     **given: Any,
 ) -> dict[str, float]:
-    """`score`, which is trained on. `given`: `reward_kwargs`, see `verdicts.Options`, and what else verl passes.
+    """`score`, which is trained on. `given`: `reward_kwargs`, see `verdicts.RewardOptions`, and what else verl passes.
 
     :raises InfraError: the host failed; a reward of zero would teach something that is not so.
     """
-    return {"score": await reward_of(solution_str, ground_truth, Options.among(given))}
+    return {"score": await reward_of(solution_str, ground_truth, RewardOptions.among(given))}

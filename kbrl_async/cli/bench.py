@@ -25,7 +25,7 @@ from kbrl_async.errors import UserError
 if TYPE_CHECKING:
     from kbrl_async.kernels.funnel import Result
     from kbrl_async.kernels.timing import Recipe
-    from kbrl_async.kernels.timing.resolution import Report, Row
+    from kbrl_async.kernels.timing.resolution import CaseRow, ResolutionReport
     from protocols.records import Timing
 
 MAX_FALSE = 0.01
@@ -191,7 +191,7 @@ def told(console: Console) -> Iterator[Callable[[str], None]]:
     yield tell
 
 
-def measured_report(args: argparse.Namespace, console: Console) -> Report:
+def measured_report(args: argparse.Namespace, console: Console) -> ResolutionReport:
     from kbrl_async.kernels.funnel.careful import bench_cores
     from kbrl_async.kernels.funnel.verifier import check_device, choose_device, default_bench
     from kbrl_async.kernels.settings import TimingBench
@@ -214,7 +214,7 @@ def measured_report(args: argparse.Namespace, console: Console) -> Report:
         return measure(asked, options, tell)
 
 
-def show_report(report: Report, console: Console) -> None:
+def show_report(report: ResolutionReport, console: Console) -> None:
     if report.rows:
         console.print(_rows_table("A/A: a reference against itself", report.rows))
         runs = sum(row.runs for row in report.rows)
@@ -229,7 +229,7 @@ def show_report(report: Report, console: Console) -> None:
     say(f"throttled: {', '.join(report.throttle) or 'never'}; load by others {report.load:.2f}", console)
 
 
-def _rows_table(title: str, rows: list[Row]) -> Table:
+def _rows_table(title: str, rows: list[CaseRow]) -> Table:
     """`±`: what no sampling removes, by which intervals are widened; `inside`: how often the truth was."""
     numbers = ("ms", "runs", "± %", "false + %", "false − %", "inside %", "worst %", "pairs", "s")
     made = _narrow(title, numbers)
@@ -240,7 +240,7 @@ def _rows_table(title: str, rows: list[Row]) -> Table:
     return made
 
 
-def _others_table(rows: list[Row]) -> Table:
+def _others_table(rows: list[CaseRow]) -> Table:
     names = sorted({name for row in rows for name in row.methods})
     made = _narrow("worst error of other methods on the same, in %", ("this bench", *names))
     for row in rows:

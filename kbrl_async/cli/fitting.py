@@ -14,7 +14,7 @@ from rich.table import Table
 from kbrl_async.cli.shared import print_json, say, table
 from kbrl_async.errors import UserError
 from kbrl_async.runs.sizing.footprint import BF16, GB
-from kbrl_async.runs.sizing.layout import Advice, Row, Wish, as_tree, capacity_of, recommend
+from kbrl_async.runs.sizing.layout import Advice, LayoutRow, Wish, as_tree, capacity_of, recommend
 from kbrl_async.shapes import read_shape
 
 RANK, LENGTH = 32, 8192
@@ -96,7 +96,7 @@ SHOWN = 4
 """Parts that the table names; --json has all."""
 
 
-def _table(rows: Sequence[Row], wish: Wish) -> Table:
+def _table(rows: Sequence[LayoutRow], wish: Wish) -> Table:
     title = f"Memory of one GPU, {wish.capacity / GB:.0f} GB"
     made = table(("", "GPUs", "GB on each", "fits", "largest parts, GB"), title, ("GPUs", "GB on each"))
     for row in rows:

@@ -22,7 +22,7 @@ from kbrl_async.rollouts.curriculum import STAGES
 from kbrl_async.rollouts.rewards.parts import earns, part_of
 from kbrl_async.rollouts.rewards.presets import Preset, find_presets, reward_of
 from kbrl_async.rollouts.settings import REWARD_PARTS
-from kbrl_async.runs.archive.archive import FILE, Archive, GroupEnd, Row
+from kbrl_async.runs.archive.archive import FILE, ArchiveReader, GroupEnd, TurnRow
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.folder import load_run
 from protocols.records import BenchReport, BuildReport, Generation, RolloutRequest, StageReport, Timing, Verdict
@@ -43,7 +43,7 @@ class PaidPart(msgspec.Struct, frozen=True):
 class InspectedTurn(msgspec.Struct, frozen=True):
     """One turn: its columns, and its record as far as that was kept."""
 
-    row: Row
+    row: TurnRow
     prompt: str = ""
     answer: str = ""
     candidate: str = ""
@@ -60,7 +60,7 @@ class Rollout(msgspec.Struct, frozen=True):
 
     rollout_id: str
     turns: tuple[InspectedTurn, ...]
-    mates: tuple[Row, ...]
+    mates: tuple[TurnRow, ...]
     """All turns of its group, its own too."""
     group: GroupEnd | None = None
 
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     run_dir = run_of(args)
-    with Archive(run_dir / FILE) as archive:
+    with ArchiveReader(run_dir / FILE) as archive:
         found = inspect(archive, args.rollout, load_run(run_dir))
     if args.json:
         print_json(found, pretty=True)
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def inspect(archive: Archive, wanted: str, config: Config | None = None) -> Rollout:
+def inspect(archive: ArchiveReader, wanted: str, config: Config | None = None) -> Rollout:
     """Everything about the rollout `wanted`. UserError where none, or several, begin so."""
     rows = _turns(archive, wanted)
     first = rows[0]
@@ -92,7 +92,7 @@ def inspect(archive: Archive, wanted: str, config: Config | None = None) -> Roll
     return Rollout(first.rollout_id, turns, mates, archive.groups().get(first.group_id))
 
 
-def _turns(archive: Archive, wanted: str) -> list[Row]:
+def _turns(archive: ArchiveReader, wanted: str) -> list[TurnRow]:
     exact = list(archive.rows(rollout_id=wanted)) or list(archive.rows(task_id=wanted))
     if exact:
         return exact
@@ -106,7 +106,7 @@ def _turns(archive: Archive, wanted: str) -> list[Row]:
     return [row for row in rows if row.rollout_id == names[0]]
 
 
-def _turn(row: Row, record: Record | None, config: Config | None) -> InspectedTurn:
+def _turn(row: TurnRow, record: Record | None, config: Config | None) -> InspectedTurn:
     if record is None:
         return InspectedTurn(row)
     generation = record.generation
@@ -123,7 +123,7 @@ def _turn(row: Row, record: Record | None, config: Config | None) -> InspectedTu
     )
 
 
-def _parts(row: Row, record: Record, config: Config | None) -> tuple[str, tuple[PaidPart, ...]]:
+def _parts(row: TurnRow, record: Record, config: Config | None) -> tuple[str, tuple[PaidPart, ...]]:
     """The preset that the turn was paid by, and its parts; nothing where it wrote no kernel or failed by our fault."""
     if row.reward is None or not earns(record):
         return "", ()
@@ -204,7 +204,7 @@ def _end(turn: InspectedTurn) -> str:
     return "itself" if turn.generation.finish_reason == "stop" else "max_tokens"
 
 
-def _spans(row: Row) -> Table:
+def _spans(row: TurnRow) -> Table:
     table = Table("stage", "waited, s", "worked, s", "by", box=None, padding=(0, 2))
     for span in row.spans:
         table.add_row(span.stage, f"{span.waited:.3f}", f"{span.seconds:.3f}", span.worker)

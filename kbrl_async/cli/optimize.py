@@ -96,11 +96,11 @@ def run(args: argparse.Namespace) -> int:
         say(f"value model: learned from {model.pairs} pairs of kernels", Console(stderr=True))
     wanted = Wanted(budget, turns, args.examples, args.allow_slower, model)
     with pinned(config) as threads:
-        found = _found(Job(wanted, policy, config, target, output), threads, deadline)
+        found = _found(OptimizeCall(wanted, policy, config, target, output), threads, deadline)
     return _conclude(args, output, found)
 
 
-class Job(NamedTuple):
+class OptimizeCall(NamedTuple):
     """What one call is asked for."""
 
     wanted: Wanted
@@ -110,7 +110,7 @@ class Job(NamedTuple):
     output: Path
 
 
-def _found(job: Job, threads: int, deadline: Deadline) -> SearchResult:
+def _found(job: OptimizeCall, threads: int, deadline: Deadline) -> SearchResult:
     """Gets the policy, searches, and proves the best few from disk; the output is written where one holds.
 
     Only the search has an event loop, so that Ctrl-C ends everything else at once.
@@ -132,7 +132,7 @@ def _found(job: Job, threads: int, deadline: Deadline) -> SearchResult:
 
 
 async def _searched(
-    job: Job, threads: int, deadline: Deadline, folder: Path, verifier: Verifier, console: Console
+    job: OptimizeCall, threads: int, deadline: Deadline, folder: Path, verifier: Verifier, console: Console
 ) -> SearchResult:
     """Searches, and shows how far it is."""
     from kbrl_async.lab.optimize import session

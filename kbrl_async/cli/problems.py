@@ -26,7 +26,7 @@ from kbrl_async.kernels.problems.finding import choose
 from protocols.records import Problem
 
 if TYPE_CHECKING:
-    from kbrl_async.kernels.generator import Drawn
+    from kbrl_async.kernels.generator import GeneratedProblem
 
 SUITE = "suite"
 _GIB = 1 << 30
@@ -162,7 +162,7 @@ def _generate(args: argparse.Namespace, wanted: str) -> int:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("drawing", total=count)
 
-        def told(one: Drawn) -> None:
+        def told(one: GeneratedProblem) -> None:
             left_out.update([_kind(one.reason)] if one.reason else [])
             progress.update(bar, advance=not one.reason)
 

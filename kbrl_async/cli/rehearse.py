@@ -26,8 +26,8 @@ from kbrl_async.errors import CheckpointError, HostError, UserError
 from kbrl_async.lab import cost
 from kbrl_async.lab.rehearsal import answers
 from kbrl_async.lab.rehearsal import model as random_model
-from kbrl_async.lab.rehearsal.findings import COUNTED, Findings, find
-from kbrl_async.runs.archive.archive import FILE, Archive
+from kbrl_async.lab.rehearsal.findings import COUNTED, RehearsalFindings, find
+from kbrl_async.runs.archive.archive import FILE, ArchiveReader
 from kbrl_async.runs.config import Config, placement, process_counts
 from kbrl_async.runs.config.loading import resolve
 from kbrl_async.runs.config.sources import Setting
@@ -167,17 +167,17 @@ def fill(folder: Path, device: str) -> None:
         raise HostError(f"the weights could not be made: {last}", "Is there room for them on the device and the disk?")
 
 
-def findings_of(run_dir: Path, config: Config, model: str) -> Findings:
+def findings_of(run_dir: Path, config: Config, model: str) -> RehearsalFindings:
     gpus = placement.inventory(os.environ) if config.device != "cpu" else []
     capacity = min(gpu.memory_gib for gpu in gpus) * 2**30 if gpus else None
     shape = parse_shape(Path(config.model_name) / CONFIG)
-    with Archive(run_dir / FILE) as archive:
+    with ArchiveReader(run_dir / FILE) as archive:
         updates, rows = archive.updates(), list(archive.rows(purpose="train"))
     samples = list(lines_of(run_dir / "metrics" / "system.jsonl"))
     return find(config, samples, updates, rows, layout.tenants(config, shape, capacity))
 
 
-def show(found: Findings, config: Config, args: argparse.Namespace) -> None:
+def show(found: RehearsalFindings, config: Config, args: argparse.Namespace) -> None:
     console = Console()
     say(
         f"\n{args.model}: {found.updates} updates in {found.seconds:.0f} s, {found.answers} answers of "
@@ -194,7 +194,7 @@ def show(found: Findings, config: Config, args: argparse.Namespace) -> None:
     say("\n".join(_lines(found, config, args)), console)
 
 
-def _lines(found: Findings, config: Config, args: argparse.Namespace) -> list[str]:
+def _lines(found: RehearsalFindings, config: Config, args: argparse.Namespace) -> list[str]:
     predicted = ", ".join(f"{name} {size:.1f}" for name, size in found.predicted_gb.items())
     machine = machine_of(config, "")
     bill = cost.bill(found.hours, machine, cost.prices(config, args.price))

@@ -120,11 +120,11 @@ def _so_far(path: Path) -> dict[str, Any]:
     """The figures of a run that has not ended, from its archive and journal."""
     from kbrl_async.lab.report.journal import FILE, read_journal
     from kbrl_async.runs.archive.archive import FILE as ARCHIVE
-    from kbrl_async.runs.archive.archive import Archive
+    from kbrl_async.runs.archive.archive import ArchiveReader
     from kbrl_async.runs.telemetry import by_version
 
     try:
-        with Archive(path / ARCHIVE) as archive:
+        with ArchiveReader(path / ARCHIVE) as archive:
             updates = len(archive.updates())
         journal = read_journal(path / FILE)
     except KbrlError:

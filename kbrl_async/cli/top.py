@@ -30,7 +30,7 @@ from kbrl_async.runs.telemetry.live import View, view
 from kbrl_async.runs.telemetry.log_reading import LastErrors
 from kbrl_async.runs.telemetry.progress import Progress
 from kbrl_async.runs.telemetry.screen import render
-from protocols.messages import StatusReport, Trouble
+from protocols.messages import StatusReport, TroubleReport
 
 PATIENCE_S = 2.0
 """How long an answer may take before the broker counts as away."""
@@ -119,7 +119,7 @@ class Watcher:
     def _progress(self) -> Progress | None:
         return progress.read(self._run_dir) if self._run_dir is not None else None
 
-    def _logged(self) -> list[Trouble]:
+    def _logged(self) -> list[TroubleReport]:
         return self._errors.look() if self._errors else []
 
 

@@ -23,7 +23,7 @@ from kbrl_async.errors import KbrlError, UserError
 
 if TYPE_CHECKING:
     from kbrl_async.kernels.funnel import Result
-    from kbrl_async.kernels.kernelbench.runs import Written
+    from kbrl_async.kernels.kernelbench.runs import VerificationEnd
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -167,12 +167,12 @@ def _run_folder(args: argparse.Namespace) -> int:
     return OUR_FAULT if failed else 0
 
 
-def _run_document(written: Written) -> dict[str, Any]:
+def _run_document(written: VerificationEnd) -> dict[str, Any]:
     counts = Counter(o.result.fault.value if o.result else "no_verdict" for o in written.outcomes)
     return {"version": 1, "candidates": len(written.outcomes), "faults": dict(counts), "files": written.files}
 
 
-def _show_run(written: Written) -> None:
+def _show_run(written: VerificationEnd) -> None:
     rows = table(("level", "problem", "sample", "verdict", "speedup", "what"))
     for outcome in written.outcomes:
         result = outcome.result

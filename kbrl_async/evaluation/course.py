@@ -21,7 +21,7 @@ import msgspec
 from kbrl_async.evaluation.metrics import EAGER, OnWorkload, Sample, sample_of
 from kbrl_async.evaluation.progress import EvaluationProgress
 from kbrl_async.kernels.funnel.result import Result, early
-from kbrl_async.kernels.kernelbench.formats import Outcome
+from kbrl_async.kernels.kernelbench.formats import SampleOutcome
 from kbrl_async.kernels.problems.finding import number
 from kbrl_async.kernels.problems.workloads import is_tail
 from kbrl_async.rollouts.stats import RolloutStats
@@ -91,7 +91,7 @@ class KeptSample(msgspec.Struct, frozen=True):
     """A sample that has ended: its figures, and the best turn's outcome and kernel where there is one."""
 
     sample: Sample
-    outcome: Outcome
+    outcome: SampleOutcome
     source: str = ""
 
 
@@ -225,7 +225,7 @@ def keep(problem: Problem, rollout_id: str, tried: Sequence[Tried]) -> KeptSampl
         turns=len(tried),
         tokens=sum(turn.stats.tokens for turn in tried),
     )
-    return KeptSample(figures, Outcome(problem.level, number(problem) or 0, sample, "", result), chosen.source)
+    return KeptSample(figures, SampleOutcome(problem.level, number(problem) or 0, sample, "", result), chosen.source)
 
 
 TAILS = "secret shapes"
@@ -255,7 +255,7 @@ def expired_sample(problem: Problem, rollout_id: str) -> KeptSample:
     )
     verdict = early(Fault.TIMEOUT, "no answer with a verdict before the problem's deadline")
     result = Result(problem.problem_id, "", "", verdict, (), origin="response")
-    return KeptSample(figures, Outcome(problem.level, number(problem) or 0, sample, "", result))
+    return KeptSample(figures, SampleOutcome(problem.level, number(problem) or 0, sample, "", result))
 
 
 def _sample_number(rollout_id: str) -> int:

@@ -78,7 +78,7 @@ class Trusted(msgspec.Struct, frozen=True):
     """Share of all samples that are of this kind, and whose whole interval over eager lies above 1."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class AuditedPart(msgspec.Struct, frozen=True):
     """Figures of the same samples, with and without the problems that an audit flags."""
 
     raw: Figures | None
@@ -121,8 +121,8 @@ class Document(msgspec.Struct, frozen=True):
     """What was evaluated."""
     settings: dict[str, Any]
     """How."""
-    overall: Part
-    levels: dict[str, Part]
+    overall: AuditedPart
+    levels: dict[str, AuditedPart]
     problems: list[ProblemRow]
     samples: list[Sample]
     lost: dict[str, int]
@@ -166,10 +166,10 @@ def build(
     )
 
 
-def part(samples: Sequence[Sample]) -> Part:
+def part(samples: Sequence[Sample]) -> AuditedPart:
     clean = [sample for sample in samples if not sample.flags]
     flagged = len({sample.problem_id for sample in samples if sample.flags})
-    return Part(figures(samples), figures(clean), flagged)
+    return AuditedPart(figures(samples), figures(clean), flagged)
 
 
 def figures(samples: Sequence[Sample]) -> Figures | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Group
 from rich.table import Table
 
-from kbrl_async.evaluation.document import Document, Figures, Part
+from kbrl_async.evaluation.document import AuditedPart, Document, Figures
 from kbrl_async.evaluation.metrics import EAGER, THRESHOLDS, Figure
 from kbrl_async.evaluation.proportions import WORDS
 
@@ -105,7 +105,7 @@ def _problems_table(document: Document) -> Table:
 
 def scalars(document: Document) -> dict[str, float]:
     """TensorBoard tag → value: `eval/…`, `eval_filtered/…`, `eval_level1/…`."""
-    parts: list[tuple[str, Part]] = [("", document.overall)]
+    parts: list[tuple[str, AuditedPart]] = [("", document.overall)]
     parts += [(f"_level{level}", part) for level, part in document.levels.items()]
     found: dict[str, float] = {}
     for name, part in parts:

@@ -50,7 +50,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Report:
+class CandidateReport:
     """What became of one candidate."""
 
     kernel_id: str
@@ -71,7 +71,7 @@ class Report:
 
 @dataclass(frozen=True)
 class ProfileReport:
-    report: Report
+    report: CandidateReport
     text: str
     """What limits it; empty where it is wrong."""
 
@@ -80,8 +80,8 @@ class ProfileReport:
 class Comparison:
     """Of two candidates for one problem, each timed against PyTorch in this session."""
 
-    first: Report
-    second: Report
+    first: CandidateReport
+    second: CandidateReport
     ratio: float | None = None
     """Time of the first over that of the second; None where one of them is wrong."""
     lo: float | None = None

@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.errors import UserError
-from kbrl_async.kernels.generator import Drawn, chain_of
-from kbrl_async.runs.archive.archive import FILE, Archive
+from kbrl_async.kernels.generator import GeneratedProblem, chain_of
+from kbrl_async.runs.archive.archive import FILE, ArchiveReader
 from protocols.records import VERIFIER, Problem
 
 RECENT = 0.5
@@ -71,7 +71,7 @@ def parents_in(runs: Sequence[Path]) -> list[Parent]:
     for run in runs:
         if not (run / FILE).is_file():
             raise UserError(f"{run} has no archive to learn from", "Give a run folder; see 'kbrl runs'")
-        with Archive(run / FILE) as archive:
+        with ArchiveReader(run / FILE) as archive:
             rows = [row for row in archive.rows(purpose="train") if row.reward is not None and row.role != VERIFIER]
             solved, sources = defaultdict[str, list[bool]](list), dict[str, str]()
             for row in rows[int(len(rows) * (1 - RECENT)) :]:
@@ -84,7 +84,7 @@ def parents_in(runs: Sequence[Path]) -> list[Parent]:
     return found
 
 
-def propose(parents: Sequence[Parent], count: int, seed: int, avoid: Iterable[Problem] = ()) -> list[Drawn]:
+def propose(parents: Sequence[Parent], count: int, seed: int, avoid: Iterable[Problem] = ()) -> list[GeneratedProblem]:
     """`count` problems near those that are solved at times, none with the operations of a parent or of `avoid`.
 
     :raises UserError: there are no so many, or no parent is a chain of lines.
@@ -93,7 +93,7 @@ def propose(parents: Sequence[Parent], count: int, seed: int, avoid: Iterable[Pr
     if not any(parent.solved for parent, _ in chains):
         raise UserError("these runs solved no problem that is a row of lines", "Give a run that solves some")
     seen = {chain_of(text) for text in [*(p.source for p in parents), *(p.source for p in avoid)]}
-    found: list[Drawn] = []
+    found: list[GeneratedProblem] = []
     vain = 0
     for number, (text, solved) in enumerate(_steps_from(chains, random.Random(seed))):
         does = chain_of(text)
@@ -104,7 +104,7 @@ def propose(parents: Sequence[Parent], count: int, seed: int, avoid: Iterable[Pr
             continue
         seen.add(does)
         name = "_".join(dict.fromkeys(does))[:40]
-        found.append(Drawn(seed, number, text, name, 1 if len(does) == 1 else 2, round(1 - solved, 3), does))
+        found.append(GeneratedProblem(seed, number, text, name, 1 if len(does) == 1 else 2, round(1 - solved, 3), does))
         if len(found) == count:
             break
     return found

@@ -16,7 +16,7 @@ from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.problems import load_suite, parse_problem
 from kbrl_async.kernels.problems.writing import render_problem
 from kbrl_async.lab.small_policy.families.blocks import Attention, Perceptron
-from kbrl_async.lab.small_policy.families.source import Family
+from kbrl_async.lab.small_policy.families.source import ProblemFamily
 from kbrl_async.lab.small_policy.specs import SPECS, chain_of, difficulty, random_spec
 from protocols.records import Problem
 
@@ -38,7 +38,7 @@ def grammar(shapes: str, wanted: str = "") -> list[Problem]:
     return [*load_suite(levels=LEVELS, shapes=shapes), *(_problem(*one, seed, shapes) for one in _drawn(count, seed))]
 
 
-def _drawn(count: int, seed: int) -> Iterator[tuple[int, Family, tuple[str, ...]]]:
+def _drawn(count: int, seed: int) -> Iterator[tuple[int, ProblemFamily, tuple[str, ...]]]:
     rng, seen = random.Random(f"grammar/{seed}"), {chain_of(spec) for spec in SPECS.values()}
     vain = taken = 0
     while taken < count:
@@ -54,7 +54,7 @@ def _drawn(count: int, seed: int) -> Iterator[tuple[int, Family, tuple[str, ...]
         taken += 1
 
 
-def _problem(number: int, spec: Family, does: tuple[str, ...], seed: int, shapes: str) -> Problem:
+def _problem(number: int, spec: ProblemFamily, does: tuple[str, ...], seed: int, shapes: str) -> Problem:
     level = 3 if isinstance(spec, Perceptron | Attention) else 1 if len(does) == 1 else 2
     name = "_".join(dict.fromkeys(does))[:40]
     return parse_problem(

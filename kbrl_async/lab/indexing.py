@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from kbrl_async.errors import AddressTaken, UserError
-from kbrl_async.kernels.syntax import Reading, Unreadable, read
+from kbrl_async.kernels.syntax import ReferenceFacts, Unreadable, read
 from kbrl_async.rollouts.retrieval import vectors
 from kbrl_async.rollouts.retrieval.choosing import Choice, choose
 from kbrl_async.rollouts.retrieval.corpora import CorpusSource
@@ -66,7 +66,7 @@ class Harvested(msgspec.Struct, frozen=True):
     """A usable row."""
 
     entry: Entry
-    reading: Reading
+    reading: ReferenceFacts
 
 
 class Harvest(msgspec.Struct, frozen=True):

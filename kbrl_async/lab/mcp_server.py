@@ -23,7 +23,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kbrl_async.errors import KbrlError, ProblemError, UserError
-from kbrl_async.lab.answers import Comparison, HistoryList, ProblemList, ProblemView, ProfileReport, Report
+from kbrl_async.lab.answers import CandidateReport, Comparison, HistoryList, ProblemList, ProblemView, ProfileReport
 from kbrl_async.lab.workbench import Workbench
 
 _READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
@@ -72,11 +72,13 @@ def _add_readers(made: MCPServer[None], bench: Workbench) -> None:
 def _add_bench(made: MCPServer[None], bench: Workbench) -> None:
     async def verify(
         problem: Id, candidate: Source, ctx: Context[None, Any], backend: Language = "", timing: bool = True
-    ) -> Report:
+    ) -> CandidateReport:
         """Build a candidate, check it on secret inputs, and time it against PyTorch. Seconds."""
         return await _worked(bench.verify(problem, candidate, backend, timing=timing, told=_teller(ctx)))
 
-    async def bench_(problem: Id, candidate: Source, ctx: Context[None, Any], backend: Language = "") -> Report:
+    async def bench_(
+        problem: Id, candidate: Source, ctx: Context[None, Any], backend: Language = ""
+    ) -> CandidateReport:
         """Like verify, with a careful time: a narrow interval, some seconds more."""
         return await _worked(bench.bench(problem, candidate, backend, told=_teller(ctx)))
 

@@ -29,7 +29,7 @@ from kbrl_async.kernels.timing import share_at
 from kbrl_async.kernels.timing.cpu.host import hardware_of
 from kbrl_async.kernels.timing.methods import Function, methods, ratio
 from kbrl_async.kernels.timing.recipe import PLACEMENT
-from kbrl_async.kernels.timing.resolution import Report, Row, Trial, clock_range, summarise
+from kbrl_async.kernels.timing.resolution import CaseRow, ResolutionReport, Trial, clock_range, summarise
 from kbrl_async.kernels.verify import Bench, BenchOptions, zygote_for
 from kbrl_async.lab.report.plots import STANDALONE, Series, line_chart
 from protocols.records import BenchReport, Candidate, Problem, Timing
@@ -198,7 +198,7 @@ class SelfTest(msgspec.Struct, frozen=True):
     """Nothing is begun after so long."""
 
 
-def measure(asked: SelfTest, bench_options: BenchOptions, tell: Tell) -> Report:
+def measure(asked: SelfTest, bench_options: BenchOptions, tell: Tell) -> ResolutionReport:
     """Minutes."""
     device, chosen = bench_options.device, cases(bench_options.device)
     others: dict[str, dict[str, float]] = {}
@@ -308,12 +308,12 @@ def report(
     trials: dict[str, list[Trial]],
     truths: dict[str, list[Trial]],
     others: dict[str, dict[str, float]],
-) -> Report:
+) -> ResolutionReport:
     rows = [summarise(name, found, **others.get(name, {})) for name, found in trials.items()]
     rows.sort(key=lambda row: row.ms)
     every = [trial for found in (*trials.values(), *truths.values()) for trial in found]
-    known = Report(hardware, rows)
-    return Report(
+    known = ResolutionReport(hardware, rows)
+    return ResolutionReport(
         hardware,
         rows,
         [_truth_row(name, found, known) for name, found in truths.items()],
@@ -325,7 +325,7 @@ def report(
     )
 
 
-def _truth_row(name: str, found: list[Trial], known: Report) -> Row:
+def _truth_row(name: str, found: list[Trial], known: ResolutionReport) -> CaseRow:
     """Widened as a reward would see it: by the resolution that A/A found at this length."""
     ms = statistics.median(trial.ms for trial in found)
     return summarise(name, found, share_at(ms, known.points(), PLACEMENT))
@@ -334,7 +334,7 @@ def _truth_row(name: str, found: list[Trial], known: Report) -> Row:
 # ── what came of it ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def svg(report: Report) -> str:
+def svg(report: ResolutionReport) -> str:
     """Worst error and resolution by kernel length, both axes logarithmic; other methods beside them."""
     rows = sorted(report.rows, key=lambda row: row.ms)
     errors = {"this bench, worst": [row.worst_error for row in rows], "its resolution": [row.share for row in rows]}

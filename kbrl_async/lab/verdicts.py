@@ -27,8 +27,8 @@ from kbrl_async.kernels.problems.cases import workload_lines
 from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.rollouts.rewards.parts import is_built
 from kbrl_async.runs.archive.archive import FILE as ARCHIVE
-from kbrl_async.runs.archive.archive import Archive
-from kbrl_async.runs.archive.rows import Row
+from kbrl_async.runs.archive.archive import ArchiveReader
+from kbrl_async.runs.archive.rows import TurnRow
 from kbrl_async.serving.documents import Job, reward_for
 from kbrl_async.serving.journal import FILE as JOBS
 from kbrl_async.serving.journal import read_jobs
@@ -110,14 +110,14 @@ def rows_of(folder: Path) -> Iterator[VerdictRow]:
         return
     if not (folder / ARCHIVE).is_file():
         raise CheckpointError(f"{folder} holds no verdicts", "Give a run's folder, or a service's")
-    with Archive(folder / ARCHIVE) as archive:
+    with ArchiveReader(folder / ARCHIVE) as archive:
         for row in archive.rows():
             record = archive.record(row.task_id)
             if record is not None and record.is_scorable and record.candidate is not None:
                 yield of_record(folder.name, row, record)
 
 
-def of_record(run: str, row: Row, record: Record) -> VerdictRow:
+def of_record(run: str, row: TurnRow, record: Record) -> VerdictRow:
     problem = record.request.problem
     return VerdictRow(
         run=run,

@@ -39,6 +39,7 @@ from kbrl_async.kernels.timing.baselines import over
 from kbrl_async.kernels.timing.statistics import Interval
 from kbrl_async.kernels.verify.options import Tick
 from kbrl_async.lab.answers import (
+    CandidateReport,
     Comparison,
     HistoryEntry,
     HistoryList,
@@ -46,7 +47,6 @@ from kbrl_async.lab.answers import (
     ProblemList,
     ProblemView,
     ProfileReport,
-    Report,
     Speed,
 )
 from kbrl_async.lab.history import History
@@ -150,7 +150,7 @@ class Workbench:
 
     async def verify(
         self, problem: str, candidate: str, backend: str = "", *, timing: bool = True, told: Told = nobody
-    ) -> Report:
+    ) -> CandidateReport:
         """Through the whole funnel, timed as in training.
 
         :param problem: an id, or the source of a problem (anything with a line break).
@@ -161,7 +161,7 @@ class Workbench:
         result = await self._run(functools.partial(self._verified, asked, False, timing), told)
         return self._keep("verify", asked, result)
 
-    async def bench(self, problem: str, candidate: str, backend: str = "", *, told: Told = nobody) -> Report:
+    async def bench(self, problem: str, candidate: str, backend: str = "", *, told: Told = nobody) -> CandidateReport:
         """As `verify`, and timed carefully: some seconds more for an interval several times as narrow."""
         asked = self._asked(problem, candidate, backend)
         result = await self._run(functools.partial(self._verified, asked, True, True), told)
@@ -258,7 +258,7 @@ class Workbench:
     def _known(self, shapes: str) -> list[Problem]:
         return _loaded(self._problems, shapes)
 
-    def _keep(self, call: str, asked: AskedKernel, result: Result) -> Report:
+    def _keep(self, call: str, asked: AskedKernel, result: Result) -> CandidateReport:
         report = _report(asked, result)
         speed = report.speed
         self._history.add(
@@ -293,9 +293,9 @@ def _loaded(problems: str, shapes: str) -> list[Problem]:
     return load_problems(problems, shapes=shapes)
 
 
-def _report(asked: AskedKernel, result: Result) -> Report:
+def _report(asked: AskedKernel, result: Result) -> CandidateReport:
     verdict = result.verdict
-    return Report(
+    return CandidateReport(
         asked.kernel_id,
         result.problem_id,
         result.backend or asked.backend,
@@ -325,7 +325,7 @@ def _speed(timing: Timing) -> Speed:
     )
 
 
-def _compared(first: Report, second: Report, one: Timing | None, other: Timing | None) -> Comparison:
+def _compared(first: CandidateReport, second: CandidateReport, one: Timing | None, other: Timing | None) -> Comparison:
     if one is None or other is None:
         wrong = " and ".join(name for name, timing in (("first", one), ("second", other)) if timing is None)
         return Comparison(first, second, claim=f"no comparison: the {wrong} is not correct")

@@ -48,7 +48,7 @@ TENSORS = "tensors.safetensors"
 STATE = "state.json"
 
 
-class Progress(msgspec.Struct, frozen=True):
+class LearnerProgress(msgspec.Struct, frozen=True):
     """What the learner remembers beside the trainer's own state."""
 
     version: int = 0
@@ -62,7 +62,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class _State(msgspec.Struct, frozen=True):
-    progress: Progress
+    progress: LearnerProgress
     optimizer_step: int
     tensors_sha256: str
     """Of `TENSORS`, or of the sums of the shards."""
@@ -76,13 +76,13 @@ class _State(msgspec.Struct, frozen=True):
 
 
 class Resumed(NamedTuple):
-    progress: Progress
+    progress: LearnerProgress
     folder: Path
     notes: list[str]
     """Warnings for the log: checkpoints that could not be read and were passed over."""
 
 
-def save(directory: Path, trainer: Trainer, progress: Progress, keep_checkpoints: int) -> Path:
+def save(directory: Path, trainer: Trainer, progress: LearnerProgress, keep_checkpoints: int) -> Path:
     """Writes `step-{version}` and deletes all but the newest `keep_checkpoints`."""
     if trainer.is_sharded:
         return _save_shards(directory, trainer, progress, keep_checkpoints)
@@ -91,7 +91,7 @@ def save(directory: Path, trainer: Trainer, progress: Progress, keep_checkpoints
     return _write(directory, tensors, progress, trainer.optimizer_step, keep_checkpoints)
 
 
-def _save_shards(directory: Path, trainer: Trainer, progress: Progress, keep_checkpoints: int) -> Path:
+def _save_shards(directory: Path, trainer: Trainer, progress: LearnerProgress, keep_checkpoints: int) -> Path:
     """The same by all ranks. Returns before it is there; a run's first one is waited for, nothing else could be
     resumed from."""
     trainer.settle()
@@ -120,7 +120,7 @@ def _forget(directory: Path, keep_checkpoints: int) -> None:
 
 
 def save_remote(
-    directory: Path, trainer: Updates, progress: Progress, write: Callable[[Path], None], keep_checkpoints: int
+    directory: Path, trainer: Updates, progress: LearnerProgress, write: Callable[[Path], None], keep_checkpoints: int
 ) -> Path:
     """The same where weights and optimizer are held elsewhere: `write` puts into the folder where."""
     tensors = {training_state.ORDER: trainer.order.get_state()}
@@ -130,7 +130,7 @@ def save_remote(
 def _write(
     directory: Path,
     tensors: dict[str, torch.Tensor],
-    progress: Progress,
+    progress: LearnerProgress,
     optimizer_step: int,
     keep_checkpoints: int,
     write: Callable[[Path], None] = lambda _: None,
@@ -168,7 +168,7 @@ def resume(directory: Path, trainer: Trainer) -> Resumed | None:
 
 
 def resume_by(
-    directory: Path, restored: Callable[[Path], Progress], damages: tuple[type[KbrlError], ...]
+    directory: Path, restored: Callable[[Path], LearnerProgress], damages: tuple[type[KbrlError], ...]
 ) -> Resumed | None:
     """What `restored` gives of the newest checkpoint that it does not raise one of `damages` for.
 
@@ -187,7 +187,7 @@ def resume_by(
     return None
 
 
-def restore(folder: Path, trainer: Trainer) -> Progress:
+def restore(folder: Path, trainer: Trainer) -> LearnerProgress:
     """Restores exactly this checkpoint; the trainer is untouched when it can't be read."""
     if trainer.is_sharded:
         state = _state(folder)
@@ -202,7 +202,7 @@ def restore(folder: Path, trainer: Trainer) -> Progress:
     return state.progress
 
 
-def restore_remote(folder: Path, trainer: Updates) -> Progress:
+def restore_remote(folder: Path, trainer: Updates) -> LearnerProgress:
     """What of a checkpoint is here where its weights are held elsewhere."""
     state, tensors = _read(folder)
     if training_state.ORDER not in tensors:

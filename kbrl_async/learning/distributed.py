@@ -57,7 +57,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     folder: str
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class LoadShares(msgspec.Struct, frozen=True, tag=True):
     """Every rank's share, out of this folder, whose files have these SHA-256."""
 
     folder: str
@@ -72,7 +72,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """There is no more to do."""
 
 
-Order = Train | Probe | Save | Load | Gather | End
+Order = Train | Probe | Save | LoadShares | Gather | End
 
 
 class Replica(Protocol):

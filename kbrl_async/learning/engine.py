@@ -70,7 +70,7 @@ class LearnerEngine(Protocol):
     def usage(self, metrics: dict[str, float]) -> dict[str, float]:
         """How an update used the hardware, where it is known."""
 
-    def save(self, progress: checkpoints.Progress, keep: int) -> None:
+    def save(self, progress: checkpoints.LearnerProgress, keep: int) -> None:
         """Writes a checkpoint and deletes all but the newest `keep`."""
 
     def resume(self) -> checkpoints.Resumed | None:
@@ -137,7 +137,7 @@ class LocalEngine:
         tera = self.trainer.settings.learner.peak_tflops
         return tera * 1e12 if tera else efficiency.measured_peak(self.trainer.device, self.trainer.bf16)
 
-    def save(self, progress: checkpoints.Progress, keep: int) -> None:
+    def save(self, progress: checkpoints.LearnerProgress, keep: int) -> None:
         checkpoints.save(self._checkpoints, self.trainer, progress, keep)
 
     def resume(self) -> checkpoints.Resumed | None:

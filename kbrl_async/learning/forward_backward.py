@@ -96,7 +96,7 @@ class OfModules(Generic[Batch]):
         self._recompute = Recompute(inner, learner.offload_activations)
         return self
 
-    def plan(self, tokens: int) -> memory.Plan:
+    def plan(self, tokens: int) -> memory.MemoryPlan:
         """What a microbatch of so many tokens keeps for its backward pass."""
         return memory.planned(self._learner.activation_checkpointing, self.shape, tokens, self._room)
 
@@ -192,7 +192,7 @@ class Modules(OfModules[FlatBatch]):
         return _head_scores(lm, hidden_TH.index_select(0, batch.predict_N), batch, temperature)
 
 
-class Fused:
+class FusedPasses:
     """`fused.FusedDecoder` over flat rows, each group's prompt computed once."""
 
     name = "fused"
@@ -214,7 +214,7 @@ class Fused:
         self._room = _room(model, learner, device)
         self._unadapted = Modules(model, learner, device, ranks=ranks)
 
-    def plan(self, tokens: int) -> memory.Plan:
+    def plan(self, tokens: int) -> memory.MemoryPlan:
         """What a microbatch of so many tokens keeps for its backward pass."""
         return memory.planned(self._learner.activation_checkpointing, self.shape, tokens, self._room)
 
@@ -349,7 +349,7 @@ def forward_backward(
     by_ranks = "" if sharded is None else "its weights are sharded over the ranks"
     refused = by_ranks or families.why_not_by_hand(model) or _wrong_precision(model, learner, device)
     if not refused:
-        return Fused(model, learner, device, ranks)
+        return FusedPasses(model, learner, device, ranks)
     return Modules(model, learner, device, sharded, ranks).recomputing()
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from kbrl_async.learning.fused.memory import Plan
+from kbrl_async.learning.fused.memory import MemoryPlan
 
 
 def again(forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -39,7 +39,7 @@ class Recompute:
         causal_lm.eval()
         layers = decoder_layers(causal_lm)
         self._count = len(layers)
-        self.plan = Plan(self._count, self._count)
+        self.plan = MemoryPlan(self._count, self._count)
         for number, layer in enumerate(layers):
             behind = self._count - number
             if (mlp := getattr(layer, "mlp", None)) is not None:

@@ -37,7 +37,7 @@ from kbrl_async.learning.losses import token_weights
 from kbrl_async.learning.optimizer import BETAS
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.settings import UpdateSettings
-from kbrl_async.learning.updates import Batch, Updates
+from kbrl_async.learning.updates import EncodedGroups, Updates
 from kbrl_async.tinker_service import KIND, Account, path_in, write_path
 from kbrl_async.weights import FILES
 from protocols.records import TrainGroup, TrainSample
@@ -140,7 +140,7 @@ class Remote:
         return InfraError(f"{self.account.where} gave {what}", "The update is made again from the last checkpoint")
 
 
-class Passes:
+class TinkerPasses:
     """`ForwardBackward` at the service: the loss is computed here, from log-probs, and its gradient sent back."""
 
     name = "tinker"
@@ -184,7 +184,7 @@ class TinkerTrainer(Updates):
     """The flow of updates over a training client."""
 
     def __init__(self, remote: Remote, settings: UpdateSettings) -> None:
-        super().__init__(Passes(remote), settings, torch.device("cpu"))
+        super().__init__(TinkerPasses(remote), settings, torch.device("cpu"))
         self._remote = remote
 
     def take_step(self, loss: float, rate: float) -> float | None:
@@ -197,7 +197,7 @@ class TinkerTrainer(Updates):
         self._remote.call("optim_step", "an optimiser step", adam)
         return None
 
-    def gradients(self, batch: Batch, chosen: list[int], log: m.StepLog) -> list[torch.Tensor]:
+    def gradients(self, batch: EncodedGroups, chosen: list[int], log: m.StepLog) -> list[torch.Tensor]:
         if self.settings.learner.loss_at == "here":
             return super().gradients(batch, chosen, log)
         samples, learner = [batch.samples[i] for i in chosen], self.settings.learner
@@ -257,7 +257,7 @@ class TinkerLearner:
     def usage(self, metrics: dict[str, float]) -> dict[str, float]:
         return {}  # the service does not tell
 
-    def save(self, progress: checkpoints.Progress, keep: int) -> None:
+    def save(self, progress: checkpoints.LearnerProgress, keep: int) -> None:
         name = f"state-{progress.version:06d}"
         saved = self._remote.call("save_state", "a saved state", name, overwrite=True)
         before = _paths(self._setup.checkpoints, checkpoints.PREFIX)
@@ -273,7 +273,7 @@ class TinkerLearner:
         self._remote.begin(self._setup.model_name, self._setup.lora_rank, self._setup.settings.seed)
         return None
 
-    def _restored(self, folder: Path) -> checkpoints.Progress:
+    def _restored(self, folder: Path) -> checkpoints.LearnerProgress:
         progress = checkpoints.restore_remote(folder, self._trainer)
         self._remote.continue_from(path_in(folder))
         return progress

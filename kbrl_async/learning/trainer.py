@@ -22,7 +22,7 @@ from kbrl_async.durable import disk_full, file_sha256, wants_room
 from kbrl_async.errors import CheckpointError, ConfigError, InfraError, NonFiniteLoss
 from kbrl_async.learning import metrics as m
 from kbrl_async.learning import shards, training_state
-from kbrl_async.learning.distributed import Gather, Load, Order, Probe, ProcessGroup, Save, Train
+from kbrl_async.learning.distributed import Gather, LoadShares, Order, Probe, ProcessGroup, Save, Train
 from kbrl_async.learning.forward_backward import Tick, computes_bf16, forward_backward
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.optimizer import guarded_step, make_adamw
@@ -109,7 +109,7 @@ class Trainer(Updates):
             case Save():
                 self._settle_quietly()
                 self.save(Path(order.folder))
-            case Load():
+            case LoadShares():
                 self._settle_quietly()
                 self.load(Path(order.folder), order.files)
             case Gather():
@@ -173,7 +173,7 @@ class Trainer(Updates):
         """
         group = self.process_group
         assert group is not None
-        self._tell(Load(str(folder), files))
+        self._tell(LoadShares(str(folder), files))
         damaged = [
             name for name in sorted(files)[group.rank :: group.size] if not _is_whole(folder / name, files[name])
         ]

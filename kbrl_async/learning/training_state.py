@@ -19,7 +19,7 @@ _TORCH, _CUDA = "rng.torch", "rng.cuda"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Held(Protocol):
+class TrainingState(Protocol):
     """`trainer.Trainer` fits."""
 
     parameters: dict[str, torch.nn.Parameter]
@@ -28,7 +28,7 @@ class Held(Protocol):
     device: torch.device
 
 
-def tensors(trainer: Held) -> dict[str, torch.Tensor]:
+def tensors(trainer: TrainingState) -> dict[str, torch.Tensor]:
     """Weights and moments as they are now, in the trainer's memory. A tied weight stands there once."""
     out: dict[str, torch.Tensor] = {f"model.{name}": p.detach() for name, p in trainer.parameters.items()}
     for index, parameter in enumerate(trainer.parameters.values()):
@@ -37,7 +37,7 @@ def tensors(trainer: Held) -> dict[str, torch.Tensor]:
     return out
 
 
-def random_state(trainer: Held) -> dict[str, torch.Tensor]:
+def random_state(trainer: TrainingState) -> dict[str, torch.Tensor]:
     """Copies of this process's."""
     out = {_TORCH: torch.get_rng_state(), ORDER: trainer.order.get_state()}
     if trainer.device.type == "cuda":
@@ -45,14 +45,14 @@ def random_state(trainer: Held) -> dict[str, torch.Tensor]:
     return out
 
 
-def set_random_state(trainer: Held, state: dict[str, torch.Tensor]) -> None:
+def set_random_state(trainer: TrainingState, state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state[_TORCH])
     trainer.order.set_state(state[ORDER])
     if trainer.device.type == "cuda" and _CUDA in state:
         torch.cuda.set_rng_state(state[_CUDA], trainer.device)
 
 
-def check(trainer: Held, stored: Mapping[str, torch.Size], where: Path) -> None:
+def check(trainer: TrainingState, stored: Mapping[str, torch.Size], where: Path) -> None:
     """:raises CheckpointError: what is stored is of another model than the trainer's."""
     needed = {f"model.{name}": p.shape for name, p in trainer.parameters.items()}
     cure = "Use the run's own model"
@@ -63,7 +63,7 @@ def check(trainer: Held, stored: Mapping[str, torch.Size], where: Path) -> None:
 
 
 @torch.no_grad()
-def to_read_into(trainer: Held, stored: Collection[str]) -> dict[str, torch.Tensor]:
+def to_read_into(trainer: TrainingState, stored: Collection[str]) -> dict[str, torch.Tensor]:
     """`tensors`, with the moments that `stored` has, and without those that it hasn't."""
     for index, parameter in enumerate(trainer.parameters.values()):
         if f"optimizer.{index}.{_MOMENTS[0]}" not in stored:

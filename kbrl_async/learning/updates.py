@@ -92,7 +92,7 @@ class Updates(ABC):
             raise ConfigError("a batch without response tokens", "Groups must hold samples with tokens")
         _check_finite(samples)
         started = self._clock()
-        batch = Batch(samples, temperature, self._recorded(samples, temperature, tick, version), tick)
+        batch = EncodedGroups(samples, temperature, self._recorded(samples, temperature, tick, version), tick)
         log = m.StepLog(proximal_s=self._clock() - started)
         for epoch in range(self.settings.learner.epochs):
             for chosen in self._minibatches(len(samples)):
@@ -110,7 +110,7 @@ class Updates(ABC):
         # Sorted inside a part: neighbours share their prompt, and packing keys on that.
         return [sorted(order[i::parts]) for i in range(parts)]
 
-    def _minibatch(self, batch: Batch, chosen: list[int], log: m.StepLog) -> None:
+    def _minibatch(self, batch: EncodedGroups, chosen: list[int], log: m.StepLog) -> None:
         started = self._clock()
         losses = self.gradients(batch, chosen, log)
         summed = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64)
@@ -121,7 +121,7 @@ class Updates(ABC):
         self.optimizer_step += 1
         log.optimizer(total, norm, rate)
 
-    def gradients(self, batch: Batch, chosen: list[int], log: m.StepLog) -> list[torch.Tensor]:
+    def gradients(self, batch: EncodedGroups, chosen: list[int], log: m.StepLog) -> list[torch.Tensor]:
         """All microbatches of a minibatch, and their losses: nothing here waits for the device."""
         samples, recorded, losses = batch.samples, batch.recorded, list[torch.Tensor]()
         lengths_S = torch.tensor([len(samples[i].token_ids) for i in chosen])
@@ -149,7 +149,9 @@ class Updates(ABC):
         rate, warmup = self.settings.learning_rate, learner.warmup_steps
         return rate_at(self.optimizer_step, rate, warmup, learner.schedule, self.optimizer_step / total)
 
-    def _recorded(self, samples: list[TrainSample], temperature: float, tick: Tick, version: int | None) -> Recorded:
+    def _recorded(
+        self, samples: list[TrainSample], temperature: float, tick: Tick, version: int | None
+    ) -> RecordedTokens:
         needs, log_mu_T = self.objective, torch.tensor([x for s in samples for x in s.logprobs])
         log_mu_T, advantage_T = (to_device(part_T, self.device) for part_T in (log_mu_T, flat_advantages(samples)))
         scale, lag_T = self.settings.learner.negative_scale, None
@@ -163,7 +165,7 @@ class Updates(ABC):
             lengths = torch.tensor([len(s.token_ids) for s in samples])
             sample_T = to_device(torch.arange(len(samples)).repeat_interleave(lengths), self.device)
             weight_T = needs.batch_weights(Ratios(log_prox_T - log_mu_T, advantage_T, sample_T, log_mu_T))
-        return Recorded(
+        return RecordedTokens(
             to_device(_starts(samples), self.device),
             log_mu_T,
             advantage_T,
@@ -196,7 +198,7 @@ class Updates(ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
+class RecordedTokens:
     """The recorded side of a batch, flat over all response tokens [T], on the trainer's device."""
 
     start_S: torch.Tensor
@@ -216,10 +218,10 @@ class Recorded:
         return Tokens(scored.log_pi_T, mu_T, advantage_T, prox_T, scored.sample_T, lag_T, ref_T, weight_T)
 
 
-class Batch(NamedTuple):
+class EncodedGroups(NamedTuple):
     samples: list[TrainSample]
     temperature: float
-    recorded: Recorded
+    recorded: RecordedTokens
     tick: Tick
 
 

@@ -73,7 +73,7 @@ def group_of(command: Command) -> str:
 # ── effects ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Ask(NamedTuple):
+class AskTurn(NamedTuple):
     """The next turn of this rollout is asked for."""
 
     rollout_id: str
@@ -82,13 +82,13 @@ class Ask(NamedTuple):
     purpose: Purpose
 
 
-class Train(NamedTuple):
+class SendBatch(NamedTuple):
     """The batch goes to the learner."""
 
     batch: BatchMade
 
 
-class Retire(NamedTuple):
+class ForgetGroup(NamedTuple):
     """The broker forgets this group's tasks."""
 
     group_id: str
@@ -104,7 +104,7 @@ class RoundStarted(NamedTuple):
     version: int
 
 
-Effect = Ask | Train | Retire | CurriculumMoved | RoundStarted | Round | AlarmChange | Closed
+Effect = AskTurn | SendBatch | ForgetGroup | CurriculumMoved | RoundStarted | Round | AlarmChange | Closed
 """A `Closed` group goes to the archive, and its tasks are retired; a `Round` and an `AlarmChange` are told."""
 
 

@@ -34,7 +34,7 @@ from msgspec.structs import replace
 from kbrl_async.durable import numbered, write_atomically
 from kbrl_async.errors import CheckpointError, ConfigError, DiskFull, KbrlError
 from kbrl_async.runs.archive.archive import FILE as ARCHIVE
-from kbrl_async.runs.archive.archive import Archive
+from kbrl_async.runs.archive.archive import ArchiveReader
 from kbrl_async.runs.config.loading import CONFIG_FILE, environment, forbidden_changes, load, shown, to_yaml
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.standing import SUMMARY_FILE as SUMMARY_FILE
@@ -228,7 +228,7 @@ def _has_begun(run_dir: Path) -> bool:
     if any(version for version, _ in numbered(run_dir / "policies", POLICY_PREFIX)):
         return True
     try:
-        with Archive(run_dir / ARCHIVE) as archive:
+        with ArchiveReader(run_dir / ARCHIVE) as archive:
             return archive.count() > 0
     except KbrlError:
         return False

@@ -38,15 +38,15 @@ from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.rollouts.trajectories import TurnTaken, best_turn
 from kbrl_async.rollouts.turns import turn_id, with_returns
 from kbrl_async.runs.commands import (
-    Ask,
+    AskTurn,
     Command,
     CurriculumMoved,
     Effect,
     Evaluated,
-    Retire,
+    ForgetGroup,
     RolloutEnded,
     RoundStarted,
-    Train,
+    SendBatch,
     Watched,
 )
 from kbrl_async.runs.run_memory import RunMemory
@@ -178,14 +178,14 @@ class RunState(RunMemory):
         found: list[Effect] = list(_evaluate(self._heldout.asked(BEFORE)))
         for group_id, waiting in self._buffer.open_rollouts().items():
             problem = self._problems[self._buffer.group_problem(group_id)]
-            found += [Ask(rollout_id, group_id, problem, Purpose.TRAIN) for rollout_id in waiting]
-        found += [Train(batch) for batch in self._buffer.outstanding()]
+            found += [AskTurn(rollout_id, group_id, problem, Purpose.TRAIN) for rollout_id in waiting]
+        found += [SendBatch(batch) for batch in self._buffer.outstanding()]
         return [*found, *(self._after_training() if self.has_trained else _evaluate(self._heldout.asked_in_round()))]
 
     def _after_training(self) -> list[Effect]:
         """The last evaluation begins, and one beside training ends where training has ended."""
         running = self._heldout.rounds.running
-        retired = [] if running is None else [Retire(group_of_round(running))]
+        retired = [] if running is None else [ForgetGroup(group_of_round(running))]
         return [*_evaluate(self._heldout.asked(AFTER)), *retired]
 
     # ── what is to happen: questions that answer with commands ────────────────────────────────────────────────
@@ -314,20 +314,20 @@ class RunState(RunMemory):
 
     def _begun_by(self, event: Event) -> list[Effect]:
         if isinstance(event, BatchMade):
-            return [Train(event)]
+            return [SendBatch(event)]
         if not isinstance(event, Admitted):
             return []
         problem = self._problems[event.problem_id]
         ids = rollout_ids(event.group_id, event.rollouts)
-        return [Ask(rollout_id, event.group_id, problem, Purpose.TRAIN) for rollout_id in ids]
+        return [AskTurn(rollout_id, event.group_id, problem, Purpose.TRAIN) for rollout_id in ids]
 
     def _next_turn(self, taken: TurnTaken) -> list[Effect]:
         group_id, rollout_id = taken.group_id, taken.rollout_id
         if (asked := self._heldout.problem(group_id, rollout_id)) is not None:
-            return [Ask(rollout_id, group_id, asked, Purpose.EVAL)]
+            return [AskTurn(rollout_id, group_id, asked, Purpose.EVAL)]
         if not self._buffer.awaits(group_id, rollout_id):
             return []
-        return [Ask(rollout_id, group_id, self._problems[self._buffer.group_problem(group_id)], Purpose.TRAIN)]
+        return [AskTurn(rollout_id, group_id, self._problems[self._buffer.group_problem(group_id)], Purpose.TRAIN)]
 
     def _note(self, event: Event) -> list[Effect]:
         """What the buffer's event means for everything beside the buffer, which has not applied it yet."""
@@ -417,9 +417,9 @@ class RunState(RunMemory):
         self._trajectories.forget(command.rollout_id)
         begun, done = self._heldout.end(command.phase, command.rollout_id, command.stats)
         if done is not None:
-            return [done, Retire(command.phase)]
+            return [done, ForgetGroup(command.phase)]
         return [] if self.has_trained else _evaluate(begun)
 
 
 def _evaluate(asked: Iterable[OpenRollout]) -> list[Effect]:
-    return [Ask(*one, Purpose.EVAL) for one in asked]
+    return [AskTurn(*one, Purpose.EVAL) for one in asked]

@@ -24,7 +24,7 @@ import numpy as np
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.syntax.operations import operations
 from kbrl_async.kernels.syntax.scope import Scope
-from kbrl_async.runs.archive.archive import FILE, Archive
+from kbrl_async.runs.archive.archive import FILE, ArchiveReader
 from kbrl_async.runs.logistic import Features, Logistic
 from protocols.records import VERIFIER
 
@@ -140,7 +140,7 @@ def judged_in(runs: Sequence[Path]) -> list[JudgedKernel]:
     for run in runs:
         if not (run / FILE).is_file():
             raise UserError(f"{run} has no archive to learn from", "Give a run folder; see 'kbrl runs'")
-        with Archive(run / FILE) as archive:
+        with ArchiveReader(run / FILE) as archive:
             for row in archive.rows(purpose="train"):
                 if not row.compiled or row.role == VERIFIER or row.reward is None:
                     continue

@@ -32,7 +32,7 @@ from kbrl_async.sampling.settings import Sampler
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
 if TYPE_CHECKING:
-    from kbrl_async.weights.direct import Meeting, Offer
+    from kbrl_async.weights.direct import Meeting, TransferOffer
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -175,7 +175,7 @@ class TakesWeights(Protocol):
     async def meet(self, meeting: Meeting, link: int, patience_s: float) -> None:
         """Joins the learner's group for this sampler, in place of an earlier one. InfraError where it can't."""
 
-    async def receive(self, offer: Offer) -> None:
+    async def receive(self, offer: TransferOffer) -> None:
         """`load` of what the group sends now. InfraError where that breaks off: what was served is served on, or the
         engine has failed."""
 

@@ -77,7 +77,7 @@ class FairQueue(Generic[ItemT]):
         return {name: used for name, used in self._used.items() if name in self._waiting or name in self._running}
 
 
-class Rates:
+class RequestRates:
     """So many requests a minute and client, with as many at once; 0: no limit."""
 
     CLIENTS = 10_000

@@ -35,7 +35,7 @@ _EVERY = 64
 """Ended jobs between two looks at how many there are."""
 
 
-class Journal:
+class JobJournal:
     """One process at a time; used from one thread, but for `checkpoint`."""
 
     def __init__(self, path: Path, keep: int, max_pages: int = 0) -> None:

@@ -64,7 +64,7 @@ class Meeting(msgspec.Struct, frozen=True):
         return dist.PrefixStore(self.token, store)
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of a transfer."""
 
     name: str
@@ -76,11 +76,11 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
         return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
 
 
-class Offer(msgspec.Struct, frozen=True):
+class TransferOffer(msgspec.Struct, frozen=True):
     """One transfer. The manifest has no hash: the file may not be written yet; canaries prove what was received."""
 
     manifest: PolicyVersion
-    index: list[Entry]
+    index: list[TensorEntry]
 
 
 def _gone(error: Exception) -> InfraError:
@@ -91,7 +91,7 @@ def _gone(error: Exception) -> InfraError:
 # ── the group of one link ───────────────────────────────────────────────────────────────────────────────────────
 
 
-class Group:
+class TransferGroup:
     """Rank 0 (the learner) and the workers of one sampler's engine, on their devices."""
 
     def __init__(
@@ -109,7 +109,7 @@ class Group:
             raise _gone(error) from error
         self._stage = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def send(self, tensors: Mapping[str, torch.Tensor], index: Sequence[Entry]) -> None:
+    def send(self, tensors: Mapping[str, torch.Tensor], index: Sequence[TensorEntry]) -> None:
         """InfraError where a worker has gone or makes no progress."""
         with self._at_work():
             for bucket in buckets(index):
@@ -118,7 +118,7 @@ class Group:
                     stage[place : place + entry.nbytes].copy_(raw(tensors[entry.name]), non_blocking=True)
                 self._broadcast(stage)
 
-    def tensors(self, index: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, index: Sequence[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
         """The same at the other end: each tensor is there until the next one is asked for. InfraError as in `send`."""
         with self._at_work():
             for bucket in buckets(index):
@@ -145,7 +145,7 @@ class Group:
             yield
         stream.synchronize()
 
-    def _room(self, bucket: Sequence[tuple[Entry, int]]) -> torch.Tensor:
+    def _room(self, bucket: Sequence[tuple[TensorEntry, int]]) -> torch.Tensor:
         last, place = bucket[-1]
         needed = place + last.nbytes
         if len(self._stage) < needed:
@@ -175,9 +175,9 @@ class Group:
             raise _gone(error) from error
 
 
-def buckets(index: Sequence[Entry], most: int = BUCKET_BYTES) -> Iterator[list[tuple[Entry, int]]]:
+def buckets(index: Sequence[TensorEntry], most: int = BUCKET_BYTES) -> Iterator[list[tuple[TensorEntry, int]]]:
     """Tensors that go together, each with its place; both sides cut alike. One above `most` goes alone."""
-    bucket: list[tuple[Entry, int]] = []
+    bucket: list[tuple[TensorEntry, int]] = []
     end = 0
     for entry in index:
         if bucket and end + entry.nbytes > most:
@@ -243,7 +243,7 @@ class Sender:
         self._server = _listening(host, patience_s)
         self.meeting = Meeting(host, self._server.port, secrets.token_hex(16))
         self._changed = threading.Condition()
-        self._offer: tuple[Offer, Mapping[str, torch.Tensor]] | None = None
+        self._offer: tuple[TransferOffer, Mapping[str, torch.Tensor]] | None = None
         self._readers = 0
         self._links: dict[str, int] = {}
         self._closed = False
@@ -254,9 +254,9 @@ class Sender:
 
     def offer(self, manifest: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
         """Contiguous tensors on the host or on the sender's device; what was offered before is no longer."""
-        index = [Entry(name, NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()]
+        index = [TensorEntry(name, NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()]
         with self._changed:
-            self._offer = Offer(manifest, index), tensors
+            self._offer = TransferOffer(manifest, index), tensors
             self._changed.notify_all()
         self._store.set("newest", str(manifest.version))
 
@@ -291,7 +291,7 @@ class Sender:
             store = self.meeting.store(self._patience_s)
             name, workers = msgspec.json.decode(store.get(f"join/{link}"), type=tuple[str, int])
             self._links[name] = link
-            group = Group(self.meeting, link, 0, 1 + workers, self._device, self._patience_s)
+            group = TransferGroup(self.meeting, link, 0, 1 + workers, self._device, self._patience_s)
             for count in range(1 << 62):
                 if not self._wanted(store, name, link, count) or not self._transfer(store, group, link, count):
                     return
@@ -309,7 +309,7 @@ class Sender:
             time.sleep(ASK_S)
         return False
 
-    def _transfer(self, store: Store, group: Group, link: int, count: int) -> bool:
+    def _transfer(self, store: Store, group: TransferGroup, link: int, count: int) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._offer is not None)
             if self._offer is None:
@@ -349,14 +349,14 @@ class Line:
         with _asking():
             return int(self._store.get("newest"))
 
-    def ask(self) -> Offer:
+    def ask(self) -> TransferOffer:
         """Begins a transfer: the workers have to take its tensors now."""
         with _asking():
             place = f"{self.link}/{self._count}"
             self._store.set(f"want/{place}", "")
             self._store.wait([f"offer/{place}"], self._timeout)  # the learner may be between two versions
             self._count += 1
-            return msgspec.msgpack.decode(self._store.get(f"offer/{place}"), type=Offer)
+            return msgspec.msgpack.decode(self._store.get(f"offer/{place}"), type=TransferOffer)
 
 
 @contextlib.contextmanager

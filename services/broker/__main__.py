@@ -18,7 +18,7 @@ async def main(stop: asyncio.Event) -> None:
     from protocols.limits import LedgerOptions
     from services.broker.descriptors import raise_descriptor_limit
     from services.broker.options import BrokerOptions
-    from services.broker.server import Broker
+    from services.broker.server import BrokerServer
     from services.runtime.service import Service
 
     raise_descriptor_limit()
@@ -42,7 +42,7 @@ async def main(stop: asyncio.Event) -> None:
         status_address=service.addresses.status,
     )
     service.log.info("ready", submit=options.submit_address, work=options.work_address)
-    broker = Broker(options)
+    broker = BrokerServer(options)
     service.export(lambda: broker.load, lambda: broker.standing)
     await broker.run(stop)
 

@@ -47,7 +47,7 @@ from services.runtime.pulse import serving
 log = structlog.get_logger()
 
 
-class Broker:
+class BrokerServer:
     """`await Broker(options).run(stop)` serves until `stop` is set; raises `HostError`s of its address and journal."""
 
     def __init__(self, options: BrokerOptions, clock: Callable[[], float] = time.monotonic) -> None:

@@ -47,7 +47,7 @@ class Troubles:
 
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
         self._now = wall_clock
-        self._last: deque[msg.Trouble] = deque(maxlen=KEPT_TROUBLES)
+        self._last: deque[msg.TroubleReport] = deque(maxlen=KEPT_TROUBLES)
         self._what, self._repeats = "", 0
         """The last one, without its count, and its count."""
         self._counters: dict[str, int] = {}
@@ -60,7 +60,7 @@ class Troubles:
             times += self._repeats
         self._what, self._repeats = what, times
         told = what if times == 1 else f"{what} (×{times})"
-        self._last.append(msg.Trouble(round(self._now(), 3), who, told))
+        self._last.append(msg.TroubleReport(round(self._now(), 3), who, told))
 
     def saw(self, event: ev.Event, ledger: Ledger) -> None:
         """Look at an event before the ledger handles it."""
@@ -80,7 +80,7 @@ class Troubles:
                 self.add("broker", words, gained)
             self._counters[name] = counters.get(name, 0)
 
-    def listed(self) -> list[msg.Trouble]:
+    def listed(self) -> list[msg.TroubleReport]:
         return list(self._last)
 
 

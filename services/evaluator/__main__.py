@@ -18,7 +18,7 @@ SLOTS = 128
 async def main(stop: asyncio.Event) -> None:
     from kbrl_async.evaluation.course import Command, Course
     from kbrl_async.runs.archive.journal import EntryJournal
-    from kbrl_async.runs.archive.recorder import Recorder
+    from kbrl_async.runs.archive.recorder import RolloutRecorder
     from kbrl_async.runs.planning import evaluated_problems
     from kbrl_async.runs.prompting import needs_policy, prompts_of
     from kbrl_async.runs.publishing import read_policy
@@ -37,7 +37,7 @@ async def main(stop: asyncio.Event) -> None:
     policy = read_policy(run_dir)
     service.pin(service.layout.shared)
     journal_path = run_dir / "evaluator.sqlite"
-    with EntryJournal[Command](journal_path, Command) as journal, Recorder(config.archive, run_dir) as recorder:
+    with EntryJournal[Command](journal_path, Command) as journal, RolloutRecorder(config.archive, run_dir) as recorder:
         for command in journal.entries():
             course.do(command)
         if needs_policy(config) and not await until_policy(service.policies, stop):

@@ -20,7 +20,7 @@ from kbrl_async.kernels.kernelbench import analysis
 from kbrl_async.kernels.kernelbench.files import (
     BASELINE_FILE,
     Baselines,
-    Written,
+    KernelFile,
     baselines_of,
     file_name,
     numbers,
@@ -93,7 +93,7 @@ def write_kernelbench(folder: Path, course: Course) -> dict[str, dict[str, Any]]
     problems = list(course.problems.values())
     known = numbers(problems)
     answers = [
-        Written(msgspec.structs.replace(kept.outcome, problem=known[kept.sample.problem_id]), kept.source)
+        KernelFile(msgspec.structs.replace(kept.outcome, problem=known[kept.sample.problem_id]), kept.source)
         for _, kept in sorted(course.kept.items())
     ]
     write_run_folders(folder, answers, values_k([kept.sample for kept in course.kept.values()]))

@@ -28,7 +28,7 @@ async def main(stop: asyncio.Event) -> None:
     from services.learner.actor import Learning
     from services.runtime.pumping import watched
     from services.runtime.service import Service
-    from services.runtime.worker import Outcome, Worker
+    from services.runtime.worker import HandlerOutcome, Worker
 
     launched = ranks.is_launched()
     if launched:
@@ -44,12 +44,12 @@ async def main(stop: asyncio.Event) -> None:
     batches = msgspec.msgpack.Decoder(TrainBatch)
     groups = msgspec.msgpack.Decoder(TrainGroup)
 
-    async def train(task: Task, frames: list[bytes]) -> Outcome:
+    async def train(task: Task, frames: list[bytes]) -> HandlerOutcome:
         batch = batches.decode(frames[0])
         members = [groups.decode(frame) for frame in frames[1:]]
         report = await loop.run_in_executor(pool, learning.train, batch, members, worker.breathe)
         tokens = int(report.metrics.get("input_tokens", 0))
-        return Outcome(Stage.TRAINED, [msgspec.msgpack.encode(report)], report.policy_version, tokens=tokens)
+        return HandlerOutcome(Stage.TRAINED, [msgspec.msgpack.encode(report)], report.policy_version, tokens=tokens)
 
     service.pin(service.layout.learner)
     worker = Worker(

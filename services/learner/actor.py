@@ -36,7 +36,7 @@ class Learning:
     def __init__(self, service: Service, engine: LearnerEngine) -> None:
         self._service = service
         self._engine = engine
-        self._progress = checkpoints.Progress()
+        self._progress = checkpoints.LearnerProgress()
         self._remote = open_remote(service.config.policy_url)
         self._publisher = Publisher(service.policies, sender_of(service))
         self._replay_log = ReplayLog(self._checkpoints)
@@ -172,7 +172,7 @@ class Learning:
         if self._service.config.method == "sft":
             metrics = without_behaviour(metrics)
         metrics |= self._engine.usage(metrics)
-        self._progress = checkpoints.Progress(
+        self._progress = checkpoints.LearnerProgress(
             version=self.version + 1,
             last_batch_id=batch.batch_id,
             batches=self._progress.batches + 1,

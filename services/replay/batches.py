@@ -8,7 +8,7 @@ import msgspec
 
 from kbrl_async.errors import CheckpointError, UserError
 from kbrl_async.learning import kept
-from kbrl_async.runs.archive.archive import FILE, Archive, Row
+from kbrl_async.runs.archive.archive import FILE, ArchiveReader, TurnRow
 from kbrl_async.runs.folder import load_run
 from protocols.records import TrainBatch, TrainGroup, TrainSample
 from services.replay.updates import again, trainer_at
@@ -47,7 +47,7 @@ def replay_batch(run_dir: Path, batch_id: str) -> BatchReplay:
         batch, groups, about = found
         made_of, reason, recorded = f"{kept.FOLDER}/{batch_id}", about.reason, about.metrics
     else:
-        with Archive(run_dir / FILE) as archive:
+        with ArchiveReader(run_dir / FILE) as archive:
             batch, groups = from_archive(archive, batch_id, config.temperature)
             recorded = next((u.metrics for u in archive.updates() if u.batch_id == batch_id), {})
         made_of, reason = "the archive", ""
@@ -67,7 +67,7 @@ def replay_batch(run_dir: Path, batch_id: str) -> BatchReplay:
     )
 
 
-def from_archive(archive: Archive, batch_id: str, temperature: float) -> tuple[TrainBatch, list[TrainGroup]]:
+def from_archive(archive: ArchiveReader, batch_id: str, temperature: float) -> tuple[TrainBatch, list[TrainGroup]]:
     """The batch from its turns' records and their advantages."""
     rows = sorted(archive.rows(batch_id=batch_id), key=lambda row: (row.group_id, row.turn, row.rollout_id))
     if not rows:
@@ -81,7 +81,7 @@ def from_archive(archive: Archive, batch_id: str, temperature: float) -> tuple[T
     return TrainBatch(batch_id, index, temperature, list(groups)), list(groups.values())
 
 
-def _sample(archive: Archive, row: Row) -> TrainSample:
+def _sample(archive: ArchiveReader, row: TurnRow) -> TrainSample:
     record = archive.record(row.task_id)
     if record is None or (written := record.generation) is None:
         raise CheckpointError(

@@ -19,7 +19,7 @@ from kbrl_async.rollouts.buffer.events import BatchMade
 from kbrl_async.rollouts.manager import RolloutManager
 from kbrl_async.rollouts.rewards.presets import find_presets
 from kbrl_async.runs import summary
-from kbrl_async.runs.archive.archive import FILE, Archive
+from kbrl_async.runs.archive.archive import FILE, ArchiveReader
 from kbrl_async.runs.folder import SUMMARY_FILE, load_run
 from kbrl_async.runs.planning import plan_of, rollout_rules
 from kbrl_async.runs.prompting import template_prompts
@@ -28,7 +28,7 @@ from kbrl_async.runs.run_journal import RunJournal
 from kbrl_async.runs.run_state import RunState
 from protocols.records import SamplingParams
 from services.replay.decisions import Decisions, Diverged, Divergence, MadeBatch
-from services.replay.updates import Curve, Updates, first_trainer
+from services.replay.updates import Curve, ReplayedUpdates, first_trainer
 
 DIVERGED = 1
 """Exit code of a replay that came out otherwise."""
@@ -65,12 +65,12 @@ def replay_run(run_dir: Path, *, with_learner: bool, told: Callable[[str], None]
     report = RunReplay(run_dir.name)
     if not (run_dir / JOURNAL_FILE).is_file():
         raise CheckpointError(f"{run_dir} has no {JOURNAL_FILE}", "Give the folder of a run that has begun")
-    with Archive(run_dir / FILE) as archive, RunJournal(run_dir / JOURNAL_FILE) as journal:
+    with ArchiveReader(run_dir / FILE) as archive, RunJournal(run_dir / JOURNAL_FILE) as journal:
         state = RunState(plan_of(config))
         sampling = SamplingParams(config.max_tokens, config.temperature)
         manager = RolloutManager(rollout_rules(config), state, template_prompts(config, run_dir), sampling)
         decisions = Decisions(state, manager, find_presets(config.reward, overlong=config.punishes_overlong), archive)
-        updates = Updates(first_trainer(run_dir, config), config) if with_learner else None
+        updates = ReplayedUpdates(first_trainer(run_dir, config), config) if with_learner else None
         try:
             _run(journal, archive, decisions, updates, report, told)
             if updates is not None and state.version:
@@ -87,9 +87,9 @@ def replay_run(run_dir: Path, *, with_learner: bool, told: Callable[[str], None]
 
 def _run(
     journal: RunJournal,
-    archive: Archive,
+    archive: ArchiveReader,
     decisions: Decisions,
-    updates: Updates | None,
+    updates: ReplayedUpdates | None,
     report: RunReplay,
     told: Callable[[str], None],
 ) -> None:
@@ -114,7 +114,7 @@ def _was_trained(batch: BatchMade, version: int) -> bool:
     return version == batch.index + 1
 
 
-def _compare_outcomes(archive: Archive, made: MadeBatch) -> int:
+def _compare_outcomes(archive: ArchiveReader, made: MadeBatch) -> int:
     ours = made.outcomes()
     rows = {row.task_id: row for row in archive.rows(batch_id=made.event.batch_id)}
     if rows and rows.keys() != ours.keys():

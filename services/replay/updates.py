@@ -21,7 +21,7 @@ from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import causal_lm
 from kbrl_async.learning.trainer import Trainer
-from kbrl_async.runs.archive.rows import Update
+from kbrl_async.runs.archive.rows import UpdateRow
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.config.layout import available_cores, cpu_layout
 from kbrl_async.weights import LOCAL
@@ -93,7 +93,7 @@ def prove(trainer: Trainer, manifest: PolicyVersion, tolerance: float) -> None:
         )
 
 
-class Updates:
+class ReplayedUpdates:
     """`updates.train(groups, version)`, then `updates.compare(batch_id, metrics, reported)`."""
 
     def __init__(self, trainer: Trainer, config: Config) -> None:
@@ -104,7 +104,7 @@ class Updates:
     def train(self, groups: list[TrainGroup], version: int) -> dict[str, float]:
         return self.trainer.step(groups, self._config.temperature, version=version)
 
-    def compare(self, batch_id: str, ours: Mapping[str, float], recorded: Update) -> None:
+    def compare(self, batch_id: str, ours: Mapping[str, float], recorded: UpdateRow) -> None:
         """Raises `Diverged` where a metric is another one."""
         self.curve.updates += 1
         names = [name for name in ours if name in recorded.metrics and not name.endswith(OF_THE_MACHINE)]

@@ -20,7 +20,7 @@ SLOTS = 128
 
 
 async def main(stop: asyncio.Event) -> None:
-    from kbrl_async.runs.archive.recorder import Recorder
+    from kbrl_async.runs.archive.recorder import RolloutRecorder
     from kbrl_async.runs.demonstrations.dataset import SFT, open_dataset
     from kbrl_async.runs.planning import plan_of
     from kbrl_async.runs.prompting import needs_policy, prompts_of
@@ -39,7 +39,7 @@ async def main(stop: asyncio.Event) -> None:
     config, run_dir = service.config, service.run_dir
     service.pin(service.layout.shared)
     state = RunState(plan_of(config))
-    with RunJournal(run_dir / FILE) as journal, Recorder(config.archive, run_dir) as recorder:
+    with RunJournal(run_dir / FILE) as journal, RolloutRecorder(config.archive, run_dir) as recorder:
         await recorder.ended(journal.load(state), state.clock)
         metrics = MetricsWriter(service, state, journal.history())
         learns = config.method == SFT

@@ -20,13 +20,13 @@ from kbrl_async.rollouts.prompts.first import FirstPrompts
 from kbrl_async.rollouts.rewards.presets import Preset, find_presets
 from kbrl_async.rollouts.scoring import ScoredTurn
 from kbrl_async.runs.commands import (
-    Ask,
+    AskTurn,
     Command,
     CurriculumMoved,
     Effect,
-    Retire,
+    ForgetGroup,
     RoundStarted,
-    Train,
+    SendBatch,
     batch_frames,
     closed_in,
 )
@@ -132,11 +132,11 @@ class Aggregator(RolloutActor[Command, Effect]):
         self._close(effects)
         for effect in effects:
             match effect:
-                case Ask():
+                case AskTurn():
                     self._ask(effect)
-                case Train():
+                case SendBatch():
                     self._train(effect.batch)
-                case Retire():
+                case ForgetGroup():
                     self._submissions.begin(self._outside.producer.retire(effect.group_id))
                 case CurriculumMoved():
                     self._log.info("curriculum", change=effect.change, shown=f"curriculum: {effect.change}")
@@ -158,7 +158,7 @@ class Aggregator(RolloutActor[Command, Effect]):
         if untaught := self._failures.note(closed):
             self._log.warning("no group teaches anything", in_a_row=untaught, advice=ADVICE)
 
-    def _ask(self, ask: Ask) -> None:
+    def _ask(self, ask: AskTurn) -> None:
         """A rollout's turn is asked for, or it is a demonstration and done (method=sft)."""
         rollout_id, group_id, problem, purpose = ask
         if self._demonstrations is None or purpose is not Purpose.TRAIN:

@@ -8,11 +8,11 @@ from services.runtime.addresses import addresses
 from services.runtime.meters import LoadMeter
 from services.runtime.nanny import run_service
 from services.runtime.producer import Producer
-from services.runtime.worker import Outcome, Worker
+from services.runtime.worker import HandlerOutcome, Worker
 
 __all__ = [
+    "HandlerOutcome",
     "LoadMeter",
-    "Outcome",
     "Producer",
     "Worker",
     "addresses",

@@ -29,7 +29,7 @@ from kbrl_async.rollouts.scoring import ScoredTurn, received
 from kbrl_async.rollouts.trajectories import TurnTaken
 from kbrl_async.rollouts.turns import split_turn_id, turn_id
 from kbrl_async.runs.archive.journal import EntryJournal
-from kbrl_async.runs.archive.recorder import Recorder
+from kbrl_async.runs.archive.recorder import RolloutRecorder
 from kbrl_async.runs.planning import rollout_rules
 from kbrl_async.runs.telemetry.logs import bound
 from protocols.messages import Stage, Task
@@ -38,7 +38,7 @@ from protocols.rollout import Record
 from services.runtime.producer import Producer
 from services.runtime.service import Service
 from services.runtime.submissions import Submissions
-from services.runtime.worker import Outcome
+from services.runtime.worker import HandlerOutcome
 
 IDLE_S = 0.5
 """The pump looks at deadlines at least this often."""
@@ -68,7 +68,7 @@ class Outside(NamedTuple):
     service: Service
     journal: EntryJournal[Any]
     producer: Producer
-    recorder: Recorder
+    recorder: RolloutRecorder
 
 
 class RolloutActor(ABC, Generic[CommandT, EffectT]):
@@ -97,11 +97,11 @@ class RolloutActor(ABC, Generic[CommandT, EffectT]):
 
     # ── what comes in ─────────────────────────────────────────────────────────────────────────────────────────
 
-    async def handle(self, task: Task, frames: list[bytes]) -> Outcome:
+    async def handle(self, task: Task, frames: list[bytes]) -> HandlerOutcome:
         with bound(task_id=task.task_id, group_id=task.group_id):
             await self._take(task, frames)
         self._wake.set()
-        return Outcome()
+        return HandlerOutcome()
 
     async def _take(self, task: Task, frames: list[bytes]) -> None:
         """A turn came back. While the archive writes it, its group may end, or a copy of it be taken."""

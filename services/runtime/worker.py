@@ -48,7 +48,7 @@ LONELY_S = 20.0
 log = structlog.get_logger()
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class HandlerOutcome(msgspec.Struct, frozen=True):
     """What a handler made of a task: the stage that comes next (empty: it ends here) and the frames to append."""
 
     next_stage: str = ""
@@ -60,9 +60,9 @@ class Outcome(msgspec.Struct, frozen=True):
     """See `protocols.messages.Result`."""
 
 
-Handler = Callable[[msg.Task, list[bytes]], Awaitable[Outcome | None]]
+Handler = Callable[[msg.Task, list[bytes]], Awaitable[HandlerOutcome | None]]
 Before = Callable[[msg.Task, list[bytes]], Awaitable[None]]
-After = Callable[[Outcome], Awaitable[None]]
+After = Callable[[HandlerOutcome], Awaitable[None]]
 
 
 class Worker:
@@ -172,7 +172,7 @@ class Worker:
         self._perform(self.session.drain())
         self._wake.set()
 
-    def finish(self, task: msg.Task, outcome: Outcome) -> None:
+    def finish(self, task: msg.Task, outcome: HandlerOutcome) -> None:
         """Report a task whose handler returned None."""
         result = msg.Result(
             task.task_id,
@@ -378,7 +378,7 @@ class Worker:
             if self._prefetch is not None:
                 self._prefetch.fetched(self._clock() - began)
 
-    async def _hand_over(self, outcome: Outcome) -> None:
+    async def _hand_over(self, outcome: HandlerOutcome) -> None:
         if self._after is not None:
             began = self._clock()
             await self._after(outcome)

@@ -26,12 +26,12 @@ async def main(stop: asyncio.Event) -> None:
     from protocols.messages import Stage, Task
     from services.runtime.pumping import watched
     from services.runtime.service import Service
-    from services.runtime.worker import Outcome, Worker
+    from services.runtime.worker import HandlerOutcome, Worker
     from services.sampler.actor import Sampling, start_engine
     from services.sampler.mirror import Mirror, has_own
     from services.sampler.steering import steer
 
-    async def generate(task: Task, frames: list[bytes]) -> Outcome:
+    async def generate(task: Task, frames: list[bytes]) -> HandlerOutcome:
         return await sampling.generate(task, frames)
 
     service = Service.start("sampler")

@@ -26,7 +26,7 @@ from protocols.records import Fault, Generation, PolicyVersion, RolloutRequest
 from protocols.rollout import PROMPT_TOO_LONG
 from services.runtime.quiet import PauseGate
 from services.runtime.service import Service
-from services.runtime.worker import Outcome, Worker
+from services.runtime.worker import HandlerOutcome, Worker
 from services.sampler.generation import kernel_tokens, to_generation
 from services.sampler.line import LearnerLine
 
@@ -161,7 +161,7 @@ class Sampling:
             cost=round(now.cost, 6),
         )
 
-    async def generate(self, task: Task, frames: list[bytes]) -> Outcome:
+    async def generate(self, task: Task, frames: list[bytes]) -> HandlerOutcome:
         request = _REQUESTS.decode(frames[0])
         if task.policy_version > self._engine.policy_version:
             await self._reach(task.policy_version)
@@ -186,7 +186,7 @@ class Sampling:
             self._service.log.debug("generated", policy_version=done.policy_version, tokens=tokens)
         next_stage = Stage.SCORE if generation.candidate is None else Stage.COMPILE
         frame = msgspec.msgpack.encode(generation)
-        return Outcome(next_stage, [frame], done.policy_version, tokens=tokens)
+        return HandlerOutcome(next_stage, [frame], done.policy_version, tokens=tokens)
 
     async def _reach(self, version: int) -> None:
         """Waits for a version that the broker knows of: it may be on its way still. InfraError after `REACH_S`."""
@@ -200,7 +200,7 @@ class Sampling:
             cause = f"policy version {version} was not published within {REACH_S:g} s"
             raise InfraError(cause, "Look at the learner's log") from error
 
-    def _refused(self, error: PromptTooLong) -> Outcome:
+    def _refused(self, error: PromptTooLong) -> HandlerOutcome:
         """The rollout ends with this reason; the same prompt would be too long for every other sampler too."""
         self._service.log.warning("rollout refused", reason=str(error))
         version, now = self._engine.policy_version, time.time()
@@ -208,7 +208,7 @@ class Sampling:
         refused = Generation(
             version, [], [], [], "", "stop", None, Fault.INFRA_ERROR, message, self._service.worker_id, now, now
         )
-        return Outcome(Stage.SCORE, [msgspec.msgpack.encode(refused)], version)
+        return HandlerOutcome(Stage.SCORE, [msgspec.msgpack.encode(refused)], version)
 
     async def stand_still(self) -> None:
         """For an engine that computes in a process of its own: it stands still while a bench wants quiet."""

@@ -19,7 +19,7 @@ async def main(stop: asyncio.Event) -> None:
 
     from kbrl_async.runs.telemetry import logs
     from kbrl_async.serving import settings as serving
-    from kbrl_async.serving.journal import FILE, Journal
+    from kbrl_async.serving.journal import FILE, JobJournal
     from services.verification.desk import Desk
     from services.verification.server import executor_of, listen, serve
 
@@ -28,7 +28,7 @@ async def main(stop: asyncio.Event) -> None:
     logs.configure("verification", folder, "info")
     async with contextlib.AsyncExitStack() as stack:
         socket = stack.enter_context(listen(settings))
-        journal = stack.enter_context(contextlib.closing(Journal(folder / FILE, settings.keep)))
+        journal = stack.enter_context(contextlib.closing(JobJournal(folder / FILE, settings.keep)))
         executor = await executor_of(settings, stack)
         await serve(Desk(executor, journal, settings), settings, socket, stop)
 

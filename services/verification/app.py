@@ -25,7 +25,7 @@ from kbrl_async.errors import DiskFull, HostError, UserError
 from kbrl_async.kernels.problems.finding import choose
 from kbrl_async.serving import dialects, openapi
 from kbrl_async.serving.documents import Answer, Ask, Batch, Job, Problems, Refusal, Trouble, answer, preset_of
-from kbrl_async.serving.fairness import Rates
+from kbrl_async.serving.fairness import RequestRates
 from kbrl_async.serving.settings import Keys, Serve, is_loopback
 from protocols.records import Problem
 from services.verification.desk import Desk, Full
@@ -63,7 +63,7 @@ OPEN = ("/v1/health", "/health", "/openapi.json", "/docs", "/")
 """What needs no key."""
 
 
-class Refused(Exception):  # noqa: N818
+class HttpRefusal(Exception):  # noqa: N818
     """An answer that is no success."""
 
     def __init__(self, code: int, cause: str, cure: str = "", after_s: float | None = None) -> None:
@@ -89,7 +89,7 @@ class Face:
     ) -> None:
         self._desk, self._settings, self._keys = desk, settings, keys
         self._known_problems, self._backends, self._known_hardware = problems, backends, hardware
-        self._rates = Rates(settings.per_minute)
+        self._rates = RequestRates(settings.per_minute)
         self._found_names: set[str] = set()
         self._document = openapi.document(OPERATIONS)
         self.app = Starlette(routes=[*self._routes()])
@@ -103,16 +103,16 @@ class Face:
         async def handle(request: Request) -> Response:
             try:
                 return await handler(request, self._client(request))
-            except Refused as refused:
+            except HttpRefusal as refused:
                 return refused.response()
             except Full as full:
-                return Refused(503, full.cause, full.cure, 2.0).response()
+                return HttpRefusal(503, full.cause, full.cure, 2.0).response()
             except DiskFull as full:
-                return Refused(507, full.cause, full.cure, 10.0).response()
+                return HttpRefusal(507, full.cause, full.cure, 10.0).response()
             except UserError as error:
-                return Refused(400, error.cause, error.cure).response()
+                return HttpRefusal(400, error.cause, error.cure).response()
             except HostError as error:
-                return Refused(503, error.cause, error.cure, 10.0).response()
+                return HttpRefusal(503, error.cause, error.cure, 10.0).response()
             except ClientDisconnect:
                 return Response(status_code=499)
 
@@ -124,50 +124,50 @@ class Face:
         """:raises Refused: no key, one that is not known, or too many questions."""
         host = (request.headers.get("host") or "").rpartition(":")[0].strip("[]") or request.headers.get("host", "")
         if self._settings.is_loopback and not is_loopback(host):
-            raise Refused(421, f"this service is not {host[:80]}", "Call it by 127.0.0.1 or localhost")
+            raise HttpRefusal(421, f"this service is not {host[:80]}", "Call it by 127.0.0.1 or localhost")
         peer = f"{request.client.host}:{request.client.port}" if request.client else "?"
         if self._keys is None:
             return str(request.headers.get("x-client", peer))[:100]
         name = self._keys.name(request.headers.get("authorization", ""))
         if not name and request.url.path not in OPEN:
-            raise Refused(401, "no key that is known here", "Send the header 'Authorization: Bearer KEY'")
+            raise HttpRefusal(401, "no key that is known here", "Send the header 'Authorization: Bearer KEY'")
         return name or peer
 
     def _count(self, client: str, questions: int = 1) -> None:
         if wait_s := self._rates.wait_s(client, time.monotonic(), questions):
             cause = f"more than {self._settings.per_minute:g} questions a minute"
-            raise Refused(429, cause, f"Ask again in {wait_s:.0f} s", wait_s)
+            raise HttpRefusal(429, cause, f"Ask again in {wait_s:.0f} s", wait_s)
 
     async def _body(self, request: Request, kind: type[TypeT]) -> TypeT:
         """:raises Refused: too large, too slow, no JSON, or not what is asked for."""
         if "json" not in request.headers.get("content-type", ""):
-            raise Refused(415, "the body is not said to be JSON", "Send 'Content-Type: application/json'")
+            raise HttpRefusal(415, "the body is not said to be JSON", "Send 'Content-Type: application/json'")
         most, parts, size = self._settings.max_body, list[bytes](), 0
         said = request.headers.get("content-length", "")
         if said.isdigit() and int(said) > most:
-            raise Refused(413, f"a body of {said} bytes", f"{most} are taken at most")
+            raise HttpRefusal(413, f"a body of {said} bytes", f"{most} are taken at most")
         try:
             async with asyncio.timeout(BODY_S):
                 async for part in request.stream():
                     size += len(part)
                     if size > most:
-                        raise Refused(413, f"a body of more than {most} bytes", "Send less at once")
+                        raise HttpRefusal(413, f"a body of more than {most} bytes", "Send less at once")
                     parts.append(part)
         except TimeoutError:
-            raise Refused(408, f"the body did not come within {BODY_S:.0f} s", "Send it again") from None
+            raise HttpRefusal(408, f"the body did not come within {BODY_S:.0f} s", "Send it again") from None
         try:
             return msgspec.json.decode(b"".join(parts), type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise Refused(400, f"the body is not what is asked for: {error}", "See /docs") from None
+            raise HttpRefusal(400, f"the body is not what is asked for: {error}", "See /docs") from None
 
     def _checked(self, ask: Ask) -> Ask:
         """:raises Refused: the question has no sense; `UserError`: it names what there is not."""
         if bool(ask.problem) == bool(ask.reference):
-            raise Refused(400, "a question has a problem or a reference, one of them", "See /docs")
+            raise HttpRefusal(400, "a question has a problem or a reference, one of them", "See /docs")
         most = self._settings.max_candidate
         for name, text in (("candidate", ask.candidate), ("reference", ask.reference)):
             if len(text) > most or len(text.encode("utf-8", "surrogatepass")) > most:
-                raise Refused(413, f"a {name} of {len(text)} characters", f"{most} bytes are taken at most")
+                raise HttpRefusal(413, f"a {name} of {len(text)} characters", f"{most} bytes are taken at most")
         check_backend(ask, self._backends)
         if ask.problem:
             self._check_problem(ask.problem)
@@ -181,7 +181,7 @@ class Face:
         try:
             choose(name, self._known_problems())
         except UserError as error:
-            raise Refused(404, error.cause, error.cure) from None
+            raise HttpRefusal(404, error.cause, error.cure) from None
         if len(self._found_names) < NAMES:
             self._found_names.add(name)
 
@@ -260,7 +260,7 @@ class Face:
         await self._desk.wait(job, min(KERNELGYM_WAIT_S, body.timeout))
         found = self._answer(job, job.ask)
         if found.fault_owner == "host":  # its client asks again after a 503, and would pay -1 for a task that failed
-            raise Refused(503, found.error.cause if found.error else "the host failed", "Ask again", 5.0)
+            raise HttpRefusal(503, found.error.cause if found.error else "the host failed", "Ask again", 5.0)
         return _json(dialects.evaluation(body.task_id, found))
 
     async def _status(self, request: Request, client: str) -> Response:
@@ -283,7 +283,7 @@ class Face:
         try:
             asks = body.asks(self._settings.preset)
         except ValueError:
-            raise Refused(400, "query, prompts and labels are not of one length", "Send one of each") from None
+            raise HttpRefusal(400, "query, prompts and labels are not of one length", "Send one of each") from None
         rewards = await self._rewards(client, asks)
         return _json({"rewards": rewards, "scores": rewards, "extra_logs": {}})
 
@@ -298,7 +298,7 @@ class Face:
         for one in found:
             if one.reward is None:
                 cause = one.error.cause if one.error else "not verified yet"
-                raise Refused(422 if one.fault_owner == "problem" else 503, cause, "Ask again", 2.0)
+                raise HttpRefusal(422 if one.fault_owner == "problem" else 503, cause, "Ask again", 2.0)
         return [one.reward for one in found if one.reward is not None]
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -325,7 +325,9 @@ class Face:
 
     def _found(self, job: Job | None) -> Job:
         if job is None:
-            raise Refused(404, "there is no such job", f"The newest {self._settings.keep} that ended are remembered")
+            raise HttpRefusal(
+                404, "there is no such job", f"The newest {self._settings.keep} that ended are remembered"
+            )
         return job
 
 

@@ -25,7 +25,7 @@ import structlog
 from kbrl_async.errors import HostError, KbrlError, UserError
 from kbrl_async.serving.documents import Ask, Job, Outcome, Trouble
 from kbrl_async.serving.fairness import FairQueue
-from kbrl_async.serving.journal import Journal
+from kbrl_async.serving.journal import JobJournal
 from kbrl_async.serving.settings import Serve
 from services.verification.lag import Lag
 
@@ -57,7 +57,7 @@ class Desk:
     """`run` works until it is cancelled."""
 
     def __init__(
-        self, executor: Executor, journal: Journal, settings: Serve, clock: Callable[[], float] = time.time
+        self, executor: Executor, journal: JobJournal, settings: Serve, clock: Callable[[], float] = time.time
     ) -> None:
         self._executor, self._journal, self._settings, self._clock = executor, journal, settings, clock
         self._queue: FairQueue[Job] = FairQueue()

@@ -25,7 +25,7 @@ from kbrl_async.serving.documents import Ask, Job, Outcome, as_classes
 from protocols.messages import Stage, Task
 from protocols.records import Fault, Generation, Problem, RolloutRequest, SamplingParams
 from protocols.rollout import Record
-from services.runtime.worker import Outcome as TaskOutcome
+from services.runtime.worker import HandlerOutcome as TaskOutcome
 
 if TYPE_CHECKING:
     from kbrl_async.kernels.funnel import AsyncVerifier
@@ -35,7 +35,7 @@ IN_FLIGHT = 64
 """Jobs at a broker: its benches are busy with fewer, and what is not there yet is still given out fairly."""
 
 
-class Problems:
+class ServedProblems:
     """The problems that a service knows by id, in the sizes of both kinds of device; nothing else is opened."""
 
     def __init__(self, source: str, device: str | None) -> None:
@@ -60,7 +60,7 @@ class Problems:
 class OwnVerifiers:
     """All in this process."""
 
-    def __init__(self, verifier: AsyncVerifier, problems: Problems, *, timing: bool = True) -> None:
+    def __init__(self, verifier: AsyncVerifier, problems: ServedProblems, *, timing: bool = True) -> None:
         self.capacity = verifier.workers
         self._verifier, self._problems, self._timing = verifier, problems, timing
 
@@ -71,7 +71,7 @@ class OwnVerifiers:
         return Outcome(await self._verifier.verify(problem, reading, ask.backend or None, timing=timing))
 
 
-def _read(ask: Ask, problems: Problems) -> tuple[Reading, Problem]:
+def _read(ask: Ask, problems: ServedProblems) -> tuple[Reading, Problem]:
     reading = read_candidate(ask.candidate, ask.backend or None, response=ask.response)
     return reading, problems.find(ask, reading.candidate.backend if reading.candidate else ask.backend)
 
@@ -79,7 +79,7 @@ def _read(ask: Ask, problems: Problems) -> tuple[Reading, Problem]:
 class OverBroker:
     """`handle` is the handler of a worker at the stage `score`, where whatever has become of a job comes."""
 
-    def __init__(self, producer: Producer, problems: Problems, device: str = "", *, timing: bool = True) -> None:
+    def __init__(self, producer: Producer, problems: ServedProblems, device: str = "", *, timing: bool = True) -> None:
         self.capacity = IN_FLIGHT
         self._producer, self._problems, self._device, self._timing = producer, problems, device, timing
         self._waiting: dict[str, asyncio.Future[Record]] = {}

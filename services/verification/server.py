@@ -21,7 +21,7 @@ from kbrl_async.serving.documents import Ask, preset_of
 from kbrl_async.serving.settings import Keys, Serve
 from services.verification.app import Face
 from services.verification.desk import Desk, Executor
-from services.verification.executors import OverBroker, OwnVerifiers, Problems, known_backends
+from services.verification.executors import OverBroker, OwnVerifiers, ServedProblems, known_backends
 from services.verification.lag import go_first
 
 BACKLOG = 1024
@@ -52,7 +52,7 @@ def listen(settings: Serve) -> socket.socket:
 
 async def executor_of(settings: Serve, stack: contextlib.AsyncExitStack) -> Executor:
     """Who does the work; it ends with the stack."""
-    problems = Problems(settings.problems, settings.device)
+    problems = ServedProblems(settings.problems, settings.device)
     if not settings.over_broker:
         options = VerifyOptions(timing=settings.timing)
         verifier = await stack.enter_async_context(AsyncVerifier(settings.workers, settings.device, options))
@@ -60,7 +60,7 @@ async def executor_of(settings: Serve, stack: contextlib.AsyncExitStack) -> Exec
     return await _over_broker(problems, stack, timing=settings.timing)
 
 
-async def _over_broker(problems: Problems, stack: contextlib.AsyncExitStack, *, timing: bool) -> Executor:
+async def _over_broker(problems: ServedProblems, stack: contextlib.AsyncExitStack, *, timing: bool) -> Executor:
     from protocols.messages import Stage
     from services.runtime.producer import Producer
     from services.runtime.service import Service
@@ -87,7 +87,7 @@ async def _over_broker(problems: Problems, stack: contextlib.AsyncExitStack, *, 
 
 
 def face_of(desk: Desk, settings: Serve) -> Face:
-    problems = Problems(settings.problems, settings.device)
+    problems = ServedProblems(settings.problems, settings.device)
     backends = dict(known_backends())
 
     keys = Keys.read(Path(settings.keys)) if settings.keys else None

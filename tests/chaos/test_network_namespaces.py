@@ -21,8 +21,8 @@ from protocols import messages as msg
 from protocols.auth import Role
 from protocols.limits import LedgerOptions, StageOptions
 from services.broker.options import BrokerOptions
-from services.broker.server import Broker
-from services.runtime import Outcome, Producer, Worker
+from services.broker.server import BrokerServer
+from services.runtime import HandlerOutcome, Producer, Worker
 from tests.brokers import endpoints, until
 from tests.links import Host, LinkError
 
@@ -77,7 +77,7 @@ class Site:
         self.ring = Keyring(folder / "keys")
         self.issued = {role: self.ring.new(role, "away") for role in (Role.COMPILE, Role.BENCH)}
         self.ring.new(Role.AGGREGATOR, "local")
-        self.broker = Broker(
+        self.broker = BrokerServer(
             BrokerOptions(str(folder), "tcp://127.0.0.1:*", "tcp://0.0.0.0:*", keys=str(folder / "keys"), ledger=LEDGER)
         )
         self.seen: list[tuple[str, list[bytes]]] = []
@@ -92,9 +92,9 @@ class Site:
         self._scoring = asyncio.create_task(self._scorer.run())
         return self
 
-    async def _score(self, task: msg.Task, frames: list[bytes]) -> Outcome:
+    async def _score(self, task: msg.Task, frames: list[bytes]) -> HandlerOutcome:
         self.seen.append((task.task_id, frames))
-        return Outcome()
+        return HandlerOutcome()
 
     async def __aexit__(self, *_: object) -> None:
         self._scorer.stop()

@@ -29,8 +29,8 @@ from protocols.records import (
 )
 from protocols.rollout import Record
 from services.broker.options import BrokerOptions
-from services.broker.server import Broker
-from services.runtime import Outcome, Producer, Worker
+from services.broker.server import BrokerServer
+from services.runtime import HandlerOutcome, Producer, Worker
 from tests.brokers import endpoints, serving, until, working
 from tests.candidates import affine, elementwise
 
@@ -65,10 +65,10 @@ def test_a_candidate_is_built_on_one_host_and_timed_on_another(tmp_path: Path) -
     issued = {kind: ring.new(Role(kind), f"host-{kind}") for kind in ("compile", "bench")}
     scored: asyncio.Future[list[bytes]] | None = None
 
-    async def score(_: msg.Task, frames: list[bytes]) -> Outcome:
+    async def score(_: msg.Task, frames: list[bytes]) -> HandlerOutcome:
         assert scored is not None
         scored.set_result(frames)
-        return Outcome()
+        return HandlerOutcome()
 
     async def play() -> list[bytes]:
         nonlocal scored
@@ -76,7 +76,7 @@ def test_a_candidate_is_built_on_one_host_and_timed_on_another(tmp_path: Path) -
         run = load(overrides=["timing_bench.cap_s=0.02", "timing_bench.deadline_s=20", "timing_bench.max_pairs=9"])
         ledger = LedgerOptions(settings=agreed.said(run))
         options = BrokerOptions(str(tmp_path / "run"), ANY, ANY, keys=str(ring.folder), ledger=ledger)
-        async with serving(Broker(options)) as broker:
+        async with serving(BrokerServer(options)) as broker:
             submit, work = endpoints(broker)
             local = ring.local(Role.AGGREGATOR)
             async with working(Worker(work, "local.agg", ["score"], 1, score, keys=local)):

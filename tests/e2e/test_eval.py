@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kbrl_async.runs.archive.archive import Archive
+from kbrl_async.runs.archive.archive import ArchiveReader
 from protocols.records import Timing
 from tests.candidates import affine, elementwise
 from tests.running import REPOSITORY, Run
@@ -85,7 +85,7 @@ class Evaluation(Run):
 
 
 def timings(path: Path) -> list[Timing]:
-    with Archive(path) as archive:
+    with ArchiveReader(path) as archive:
         records = [archive.record(row.task_id) for row in archive.rows()]
     return [record.timing for record in records if record is not None and record.timing is not None]
 

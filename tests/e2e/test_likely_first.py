@@ -15,7 +15,7 @@ from kbrl_async.runs.folder import prepare
 from protocols.messages import Stage, Task
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Verdict
 from protocols.rollout import Record
-from services.runtime import Outcome, Producer, Worker, addresses
+from services.runtime import HandlerOutcome, Producer, Worker, addresses
 from tests.brokers import working
 from tests.candidates import elementwise
 from tests.e2e.test_verifiers import sent
@@ -50,11 +50,11 @@ async def judged(tmp_path: Path) -> list[tuple[str, Fault]]:
     seen: list[tuple[str, Fault]] = []
     is_whole = asyncio.Event()
 
-    async def collect(task: Task, frames: list[bytes]) -> Outcome:
+    async def collect(task: Task, frames: list[bytes]) -> HandlerOutcome:
         seen.append((task.task_id, Record.decode(frames, task.status).fault))
         if len(seen) == len(work):
             is_whole.set()
-        return Outcome()
+        return HandlerOutcome()
 
     places = {"TMPDIR": str(tmp_path), **ONE_THREAD}
     with services(run.path, "broker.1", "compile_farm.1", **places):

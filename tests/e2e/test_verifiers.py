@@ -21,7 +21,7 @@ from protocols.records import (
     SamplingParams,
 )
 from protocols.rollout import Record
-from services.runtime import Outcome, Producer, Worker, addresses
+from services.runtime import HandlerOutcome, Producer, Worker, addresses
 from tests.brokers import working
 from tests.candidates import affine, elementwise
 
@@ -37,11 +37,11 @@ class Collector:
         self.records: dict[str, Record] = {}
         self.has_all, self._wanted = asyncio.Event(), wanted
 
-    async def collect(self, task: Task, frames: list[bytes]) -> Outcome:
+    async def collect(self, task: Task, frames: list[bytes]) -> HandlerOutcome:
         self.records[task.task_id] = Record.decode(frames, task.status)
         if len(self.records) == self._wanted:
             self.has_all.set()
-        return Outcome()
+        return HandlerOutcome()
 
 
 def sent(task_id: str, candidate: Candidate, *, is_timed: bool = True) -> list[bytes]:

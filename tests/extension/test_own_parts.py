@@ -18,7 +18,7 @@ import pytest
 
 from kbrl_async.lab.small_policy.configured import small_options
 from kbrl_async.lab.small_policy.making import ensure_small_policy
-from kbrl_async.runs.archive.archive import FILE, Archive
+from kbrl_async.runs.archive.archive import FILE, ArchiveReader
 from kbrl_async.runs.config import load
 from tests.extension.kbrl_example_parts.problems import OPERATORS
 from tests.extension.kbrl_example_parts.reward import TOKENS
@@ -58,11 +58,11 @@ class ModelNew(nn.Module):
 
 
 @contextmanager
-def ended(folder: Path, cache: Path, *settings: str, **environment: str) -> Iterator[tuple[Run, Archive]]:
+def ended(folder: Path, cache: Path, *settings: str, **environment: str) -> Iterator[tuple[Run, ArchiveReader]]:
     run = Run(folder, cache, *SHORT, *settings, environment={**IMPORTABLE, **environment})
     try:
         assert run.wait() == 0, run.tail()
-        with Archive(run.path / FILE) as archive:
+        with ArchiveReader(run.path / FILE) as archive:
             yield run, archive
     finally:
         run.close()

@@ -18,7 +18,7 @@ from protocols.auth import PeerLimits, Role
 from protocols.ledger import LedgerOptions
 from protocols.sockets import ClientKeys, Socket, connect_dealer
 from services.broker.options import BrokerOptions
-from services.broker.server import Broker
+from services.broker.server import BrokerServer
 from services.runtime import Worker
 from tests.brokers import endpoints, scenario_of, until
 
@@ -33,7 +33,7 @@ class Site:
         for role in Role:
             self.ring.new(role, "local")
         self.guest = client_keys(self.ring.new(Role.BENCH, "host7"))
-        self.broker = Broker(
+        self.broker = BrokerServer(
             BrokerOptions(
                 str(folder), ANY, ANY, status_address=ANY, keys=str(folder / "keys"),
                 # a bare dealer never beats: it is not to be suspected for that

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from protocols.ledger import LedgerOptions, StageOptions
-from services.broker.server import Broker
+from services.broker.server import BrokerServer
 from services.runtime import Worker
 from tests.brokers import beside, scenario_of, working
 
@@ -22,11 +22,11 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.options = beside(folder, ledger=LEDGER, metrics_s=0.05)
         self.submit, self.work = self.options.submit_address, self.options.work_address
-        self.broker = Broker(self.options)
+        self.broker = BrokerServer(self.options)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self.broker = Broker(self.options)
+        self.broker = BrokerServer(self.options)
         self._task = asyncio.create_task(self.broker.run())
         await asyncio.sleep(0)
 

@@ -21,9 +21,9 @@ import pytest
 from protocols import messages as msg
 from protocols.auth import Role
 from protocols.names import unresolved
-from services.broker.server import Broker
+from services.broker.server import BrokerServer
 from services.broker.status import WINDOW_S, RecentRates
-from services.runtime import Outcome, Producer, Worker
+from services.runtime import HandlerOutcome, Producer, Worker
 from tests.brokers import endpoints, until
 from tests.links import Host, LinkError
 from tests.protocol.keyed import Site
@@ -41,10 +41,10 @@ assert STALL_S > TTL_S
 async def test_workers_that_beat_while_the_disk_held_the_broker_up_keep_their_leases(run: Run) -> None:
     attempts = []
 
-    async def works(task: msg.Task, __: list[bytes]) -> Outcome:
+    async def works(task: msg.Task, __: list[bytes]) -> HandlerOutcome:
         attempts.append(task.attempt)
         await asyncio.to_thread(time.sleep, 0.01)
-        return Outcome()
+        return HandlerOutcome()
 
     process = await _elsewhere(run.work)
     try:
@@ -187,9 +187,9 @@ async def test_leases_and_deadlines_hold_while_the_time_of_day_jumps(run: Run) -
     patched = pytest.MonkeyPatch()
     held = asyncio.Event()
 
-    async def works(_: msg.Task, __: list[bytes]) -> Outcome:
+    async def works(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
         await held.wait()
-        return Outcome()
+        return HandlerOutcome()
 
     try:
         async with run.running(run.worker("farm", "compile", works)), Producer(run.submit) as producer:
@@ -271,7 +271,7 @@ def test_a_worker_whose_brokers_name_resolves_late_says_so_and_joins_then(tmp_pa
     asyncio.run(asyncio.wait_for(play(), 60))
 
 
-def _port(broker: Broker) -> int:
+def _port(broker: BrokerServer) -> int:
     return int(endpoints(broker)[1].rpartition(":")[2])
 
 
@@ -347,13 +347,13 @@ def test_a_peer_that_vanishes_without_a_word_loses_its_lease_and_finds_back_with
         await site.start()
         hang, done = asyncio.Event(), []
 
-        async def waits(_: msg.Task, __: list[bytes]) -> Outcome:
+        async def waits(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
             await hang.wait()
-            return Outcome("score", [b"late"])
+            return HandlerOutcome("score", [b"late"])
 
-        async def judges(task: msg.Task, __: list[bytes]) -> Outcome:
+        async def judges(task: msg.Task, __: list[bytes]) -> HandlerOutcome:
             done.append(task.attempt)
-            return Outcome("score", [b"report"])
+            return HandlerOutcome("score", [b"report"])
 
         try:
             with Line(int(site.work.rpartition(":")[2])) as line:

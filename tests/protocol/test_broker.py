@@ -22,22 +22,22 @@ from protocols import messages as msg
 from protocols.rollout import RecordError
 from protocols.sockets import connect_dealer
 from services.broker.options import BrokerOptions
-from services.broker.server import Broker
-from services.runtime import Outcome, Producer
+from services.broker.server import BrokerServer
+from services.runtime import HandlerOutcome, Producer
 from tests.brokers import PATIENCE_S, beside, ends, until
 from tests.protocol.live import LEDGER, TTL_S, Run, scenario
 
 WEDGE_S = 0.6
 
 
-async def hangs(_: msg.Task, __: list[bytes]) -> Outcome:
+async def hangs(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
     await asyncio.sleep(60)
-    return Outcome()
+    return HandlerOutcome()
 
 
-def to(stage: str, frame: bytes) -> Callable[[msg.Task, list[bytes]], Awaitable[Outcome]]:
-    async def handler(_: msg.Task, __: list[bytes]) -> Outcome:
-        return Outcome(stage, [frame])
+def to(stage: str, frame: bytes) -> Callable[[msg.Task, list[bytes]], Awaitable[HandlerOutcome]]:
+    async def handler(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
+        return HandlerOutcome(stage, [frame])
 
     return handler
 
@@ -46,9 +46,9 @@ def to(stage: str, frame: bytes) -> Callable[[msg.Task, list[bytes]], Awaitable[
 async def test_a_record_grows_by_one_frame_a_stage(run: Run) -> None:
     seen: list[list[bytes]] = []
 
-    async def scores(_: msg.Task, frames: list[bytes]) -> Outcome:
+    async def scores(_: msg.Task, frames: list[bytes]) -> HandlerOutcome:
         seen.append(frames)
-        return Outcome()
+        return HandlerOutcome()
 
     farm = run.worker("farm", "compile", to("bench", b"build"))
     bench = run.worker("bench", "bench", to("score", b"timing"))
@@ -69,11 +69,11 @@ async def test_a_known_task_is_not_new(run: Run) -> None:
 async def test_a_broker_that_crashes_mid_work_loses_nothing(run: Run) -> None:
     done: list[str] = []
 
-    async def works(task: msg.Task, frames: list[bytes]) -> Outcome:
+    async def works(task: msg.Task, frames: list[bytes]) -> HandlerOutcome:
         await asyncio.sleep(0.02)
         done.append(task.task_id)
         assert frames == [task.task_id.encode()]
-        return Outcome()
+        return HandlerOutcome()
 
     async with (
         run.running(run.worker("farm", "compile", works, slots=4)),
@@ -97,10 +97,10 @@ async def test_work_that_runs_through_a_broker_crash_is_adopted_and_not_done_twi
     release = asyncio.Event()
     started: list[str] = []
 
-    async def waits(task: msg.Task, _: list[bytes]) -> Outcome:
+    async def waits(task: msg.Task, _: list[bytes]) -> HandlerOutcome:
         started.append(task.task_id)
         await release.wait()
-        return Outcome()
+        return HandlerOutcome()
 
     async with run.running(run.worker("farm", "compile", waits)), Producer(run.submit) as producer:
         await producer.submit("t1", "compile", [])
@@ -148,12 +148,12 @@ async def test_a_wedged_worker_is_suspected_and_its_task_done_elsewhere(run: Run
 
 @scenario
 async def test_work_that_reports_progress_is_not_wedged(run: Run) -> None:
-    async def slow(_: msg.Task, __: list[bytes]) -> Outcome:
+    async def slow(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
         end = time.monotonic() + WEDGE_S + TTL_S + 0.4  # a wedged worker would have lost its lease by then
         while time.monotonic() < end:
             await asyncio.sleep(0.05)
             worker.progress()
-        return Outcome()
+        return HandlerOutcome()
 
     worker = run.worker("slow", "compile", slow, wedge_s=WEDGE_S)
     async with run.running(worker), Producer(run.submit) as producer:
@@ -167,12 +167,12 @@ async def test_a_fault_of_ours_is_tried_elsewhere(run: Run) -> None:
     tried: list[str] = []
     failures = [InfraError("the gpu is gone"), RecordError("a frame can't be read")]
 
-    def by(name: str) -> Callable[[msg.Task, list[bytes]], Awaitable[Outcome]]:
-        async def handler(_: msg.Task, __: list[bytes]) -> Outcome:
+    def by(name: str) -> Callable[[msg.Task, list[bytes]], Awaitable[HandlerOutcome]]:
+        async def handler(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
             tried.append(name)
             if failures:
                 raise failures.pop()
-            return Outcome()
+            return HandlerOutcome()
 
         return handler
 
@@ -189,10 +189,10 @@ async def test_a_fault_of_ours_is_tried_elsewhere(run: Run) -> None:
 async def test_a_worker_that_fails_again_and_again_takes_its_time(run: Run) -> None:
     tried: list[float] = []
 
-    async def fails(_: msg.Task, __: list[bytes]) -> Outcome:
+    async def fails(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
         tried.append(time.monotonic())
         if len(tried) == 5:
-            return Outcome()
+            return HandlerOutcome()
         raise InfraError("the gpu is gone")
 
     async with run.running(run.worker("a", "generate", fails)), Producer(run.submit) as producer:
@@ -204,7 +204,7 @@ async def test_a_worker_that_fails_again_and_again_takes_its_time(run: Run) -> N
 
 @scenario
 async def test_an_error_that_stops_the_run_leaves_the_worker(run: Run) -> None:
-    async def finds(_: msg.Task, __: list[bytes]) -> Outcome:
+    async def finds(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
         raise PolicyMismatch("the sampler serves another policy")
 
     worker = asyncio.create_task(run.worker("sampler", "generate", finds).run())
@@ -219,13 +219,13 @@ async def test_an_error_that_stops_the_run_leaves_the_worker(run: Run) -> None:
 async def test_retiring_a_group_cancels_its_handlers(run: Run) -> None:
     cancelled = asyncio.Event()
 
-    async def notices(_: msg.Task, __: list[bytes]) -> Outcome:
+    async def notices(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
             cancelled.set()
             raise
-        return Outcome()
+        return HandlerOutcome()
 
     worker = run.worker("farm", "compile", notices)
     async with run.running(worker), Producer(run.submit) as producer:
@@ -250,13 +250,13 @@ async def test_a_stopped_worker_gives_back_what_it_can_not_finish(run: Run) -> N
 async def test_a_worker_may_prefetch_more_than_it_works_on(run: Run) -> None:
     now = most = 0
 
-    async def counts(_: msg.Task, __: list[bytes]) -> Outcome:
+    async def counts(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
         nonlocal now, most
         now += 1
         most = max(most, now)
         await asyncio.sleep(0.01)
         now -= 1
-        return Outcome()
+        return HandlerOutcome()
 
     async with (
         run.running(run.worker("bench", "bench", counts, slots=3, concurrency=1)),
@@ -295,7 +295,7 @@ async def test_nonsense_on_the_wire_hurts_nobody(run: Run) -> None:
 @scenario
 async def test_a_second_broker_of_a_run_names_cause_and_cure(run: Run) -> None:
     with pytest.raises(AddressTaken, match=r"held by process \d+. Stop that broker"):
-        await Broker(run.options).run()
+        await BrokerServer(run.options).run()
 
 
 @scenario
@@ -329,7 +329,7 @@ def test_a_full_disk_stops_the_broker_and_what_it_acknowledged_is_there_afterwar
 
     run = Run(tmp_path)
     run.options = BrokerOptions(str(tmp_path), run.submit, run.work, LEDGER, max_journal_pages=60)
-    run.broker = Broker(run.options)
+    run.broker = BrokerServer(run.options)
     asyncio.run(fill(run))
 
     async def look() -> None:
@@ -348,7 +348,7 @@ def test_a_broker_whose_timer_fails_ends_with_the_reason(tmp_path: Path) -> None
         def broken() -> None:
             raise OSError("too many open files")
 
-        broker = Broker(beside(tmp_path, ledger=LEDGER))
+        broker = BrokerServer(beside(tmp_path, ledger=LEDGER))
         broker._answer_viewers = broken  # type: ignore[method-assign]
         await asyncio.wait_for(broker.run(), PATIENCE_S)
 

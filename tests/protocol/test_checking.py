@@ -17,8 +17,8 @@ from protocols.checking import CheckDesk, CheckOptions
 from protocols.ledger import Ledger, LedgerOptions
 from protocols.opinions import agree, agreeing
 from protocols.records import BenchReport, BuildReport, Fault, Timing, Verdict
-from services.broker.server import Broker
-from services.runtime import Outcome, Producer, Worker
+from services.broker.server import BrokerServer
+from services.runtime import HandlerOutcome, Producer, Worker
 from tests.brokers import beside, serving, until, working
 from tests.records import timing
 
@@ -347,29 +347,29 @@ def test_a_task_is_checked_at_both_stages() -> None:
 
 
 def what_goes_on(
-    folder: Path, stage: str, lie: Outcome, truth: Outcome, following: Sequence[str], count: int
-) -> tuple[list[list[bytes]], Broker]:
+    folder: Path, stage: str, lie: HandlerOutcome, truth: HandlerOutcome, following: Sequence[str], count: int
+) -> tuple[list[list[bytes]], BrokerServer]:
     """Of so many tasks: what comes to the stages that follow where one worker of three lies. It must be found out."""
     records: list[list[bytes]] = []
     # nobody is suspected because the machine stood still
     ledger = LedgerOptions(heartbeat_s=0.05, missed_beats=1000, checks=CheckOptions(0.5, hold_s=0.5))
     options = beside(folder, ledger=ledger)
 
-    def saying(name: str, outcome: Outcome) -> Worker:
-        async def says(_: msg.Task, __: list[bytes]) -> Outcome:
+    def saying(name: str, outcome: HandlerOutcome) -> Worker:
+        async def says(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
             await asyncio.sleep(0.001)
             return outcome
 
         return Worker(options.work_address, name, [stage], 1, says)
 
-    async def takes(_: msg.Task, frames: list[bytes]) -> Outcome:
+    async def takes(_: msg.Task, frames: list[bytes]) -> HandlerOutcome:
         records.append(frames)
-        return Outcome()
+        return HandlerOutcome()
 
-    async def play() -> Broker:
+    async def play() -> BrokerServer:
         honest = [saying(name, truth) for name in ("b", "c")]
         others = [Worker(options.work_address, f"{name}.1", [name], 4, takes) for name in following]
-        async with serving(Broker(options)) as broker, working(*honest, *others):
+        async with serving(BrokerServer(options)) as broker, working(*honest, *others):
             lying = asyncio.create_task(saying("liar", lie).run())
             async with asyncio.timeout(40), Producer(options.submit_address) as producer:
                 await until(lambda: len(broker.ledger.pool.by_id) == 3 + len(following))
@@ -385,8 +385,8 @@ def what_goes_on(
     return records, broker
 
 
-def said(report: BenchReport | BuildReport, following: str) -> Outcome:
-    return Outcome(following, [msgspec.msgpack.encode(report)])
+def said(report: BenchReport | BuildReport, following: str) -> HandlerOutcome:
+    return HandlerOutcome(following, [msgspec.msgpack.encode(report)])
 
 
 def test_a_lying_worker_is_found_out_by_a_live_broker(tmp_path: Path) -> None:

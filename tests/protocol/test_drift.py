@@ -14,7 +14,7 @@ from protocols.checking import CheckOptions
 from protocols.drift import ENOUGH, KEPT, PAIRS, Drift
 from protocols.records import BenchReport, Fault, Verdict
 from services.broker.options import BrokerOptions
-from services.runtime import Outcome, Producer
+from services.runtime import HandlerOutcome, Producer
 from tests.brokers import ends, until
 from tests.protocol.live import LEDGER, Run
 from tests.records import timing
@@ -74,9 +74,9 @@ def test_memory_is_bounded_by_pairs_and_comparisons() -> None:
 
 def test_a_broker_that_has_candidates_timed_twice_tells_that_a_bench_is_ahead(tmp_path: Path) -> None:
     def finding(speedup: float) -> Any:
-        async def bench(_: msg.Task, __: list[bytes]) -> Outcome:
+        async def bench(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
             report = BenchReport(Verdict(Fault.OK), timing(speedup))
-            return Outcome("score", [msgspec.msgpack.encode(report)])
+            return HandlerOutcome("score", [msgspec.msgpack.encode(report)])
 
         return bench
 

@@ -48,7 +48,7 @@ MESSAGES: list[msg.Message] = [
         [msg.WorkerStanding("farm-1", ["compile"], 4, 3, 2, True, 4.5, msg.Load(0.5, 2, 1.25, 48.5, 12, 340, 0.75))],
         {"submitted": 9},
         msg.Load(0.25),
-        [msg.Trouble(1795246140.0, "farm-1", "gave a task back: no space left")],
+        [msg.TroubleReport(1795246140.0, "farm-1", "gave a task back: no space left")],
         "default",
         {"rollouts_per_s": 2.5},
     ),

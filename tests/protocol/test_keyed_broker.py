@@ -18,8 +18,8 @@ from protocols import messages as msg
 from protocols.auth import Role
 from protocols.sockets import ClientKeys, connect_dealer
 from services.broker.options import BrokerOptions
-from services.broker.server import Broker
-from services.runtime import Outcome, Producer
+from services.broker.server import BrokerServer
+from services.runtime import HandlerOutcome, Producer
 from tests.brokers import ends, until, working
 from tests.protocol.keyed import ANY, Site, scenario
 
@@ -29,8 +29,8 @@ def _small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocols.sockets.MAX_REMOTE_BYTES", 1 << 20)
 
 
-async def judges(_: msg.Task, __: list[bytes]) -> Outcome:
-    return Outcome("score", [b"report"])
+async def judges(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
+    return HandlerOutcome("score", [b"report"])
 
 
 HELLO = msg.Hello("host7.1", "a1", ["bench"], 1)
@@ -207,4 +207,4 @@ def test_no_secret_is_in_the_log_of_a_broker_process(tmp_path: Path) -> None:
 
 def test_a_broker_whose_folder_has_no_keys_says_how_to_make_them(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="kbrl keys new all"):
-        asyncio.run(Broker(BrokerOptions(str(tmp_path), ANY, ANY, keys=str(tmp_path))).run())
+        asyncio.run(BrokerServer(BrokerOptions(str(tmp_path), ANY, ANY, keys=str(tmp_path))).run())

@@ -9,11 +9,11 @@ import pytest
 
 from protocols import messages as msg
 from services.runtime import worker
-from services.runtime.worker import Outcome, Worker
+from services.runtime.worker import HandlerOutcome, Worker
 
 
-async def nothing(_: msg.Task, __: list[bytes]) -> Outcome:
-    return Outcome()
+async def nothing(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
+    return HandlerOutcome()
 
 
 @pytest.mark.parametrize(("asked_s", "complains"), [(1.0, False), (30.0, True)])

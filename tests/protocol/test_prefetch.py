@@ -12,8 +12,8 @@ from protocols import messages as msg
 from protocols.events import FromProducer, FromWorker
 from protocols.ledger import Ledger
 from protocols.prefetch import LONGEST_S, Prefetch
-from services.broker.server import Broker
-from services.runtime import Outcome, Producer, Worker
+from services.broker.server import BrokerServer
+from services.runtime import HandlerOutcome, Producer, Worker
 from tests.brokers import beside, serving, until, working
 
 
@@ -102,12 +102,12 @@ def test_fetching_and_handing_over_take_no_place_of_the_work(tmp_path: Path) -> 
             if task.task_id == "t2":
                 await step("fetches")
 
-        async def work(task: msg.Task, _: list[bytes]) -> Outcome:
+        async def work(task: msg.Task, _: list[bytes]) -> HandlerOutcome:
             if task.task_id == "t1":
                 await step("works")
-            return Outcome("", [task.task_id.encode()])
+            return HandlerOutcome("", [task.task_id.encode()])
 
-        async def after(outcome: Outcome) -> None:
+        async def after(outcome: HandlerOutcome) -> None:
             if outcome.frames == [b"t0"]:
                 await step("hands over")
             names.append(outcome.frames[0].decode())
@@ -127,7 +127,7 @@ def test_fetching_and_handing_over_take_no_place_of_the_work(tmp_path: Path) -> 
         worker.session.credit = 4
         async with (
             asyncio.timeout(40),
-            serving(Broker(options)),
+            serving(BrokerServer(options)),
             working(worker),
             Producer(options.submit_address) as producer,
         ):

@@ -12,7 +12,7 @@ import pytest
 from kbrl_async.errors import InfraError
 from protocols import messages as msg
 from protocols.messages import SHARES
-from services.runtime import Outcome, Producer
+from services.runtime import HandlerOutcome, Producer
 from services.runtime.quiet import PauseGate, QuietWindows, Window
 from tests.brokers import ends, until
 from tests.protocol.live import Run, scenario
@@ -29,9 +29,9 @@ class Learner:
         self.steps: list[float] = []
         self.is_over = False
 
-    async def _train(self, _: msg.Task, __: list[bytes]) -> Outcome:
+    async def _train(self, _: msg.Task, __: list[bytes]) -> HandlerOutcome:
         await asyncio.get_running_loop().run_in_executor(None, self._work)
-        return Outcome()
+        return HandlerOutcome()
 
     def _work(self) -> None:
         until_s = time.monotonic() + 25.0

@@ -25,7 +25,7 @@ from protocols.ledger import Ledger, LedgerOptions
 from protocols.messages import Stage
 from protocols.sockets import connect_dealer
 from services.broker.options import BrokerOptions
-from services.broker.server import Broker
+from services.broker.server import BrokerServer
 from services.broker.status import StatusDesk, Troubles
 from services.runtime import Producer, Worker, addresses
 from tests.brokers import beside, endpoints, serving
@@ -39,8 +39,8 @@ def options(folder: Path) -> BrokerOptions:
 
 
 @contextlib.asynccontextmanager
-async def watched(folder: Path) -> AsyncIterator[Broker]:
-    async with serving(Broker(options(folder))) as broker, asyncio.timeout(DEADLINE_S):
+async def watched(folder: Path) -> AsyncIterator[BrokerServer]:
+    async with serving(BrokerServer(options(folder))) as broker, asyncio.timeout(DEADLINE_S):
         yield broker
 
 
@@ -227,7 +227,7 @@ def test_over_tcp_an_observer_with_its_key_sees_and_a_worker_with_its_own_does_n
         observer, worker = (client_keys(ring.new(role, "host7")) for role in (Role.OBSERVER, Role.BENCH))
         address = "tcp://127.0.0.1:*"
         keyed = msgspec.structs.replace(options(tmp_path), status_address=address, keys=str(ring.folder))
-        async with serving(Broker(keyed)) as broker:
+        async with serving(BrokerServer(keyed)) as broker:
             address = endpoints(broker)[-1]
             with StatusClient(address, observer) as viewer, StatusClient(address, worker) as intruder:
                 seen = await asyncio.to_thread(viewer.ask, DEADLINE_S)
@@ -244,7 +244,7 @@ def test_whoever_has_no_key_gets_no_answer_and_waits_no_longer_than_asked(tmp_pa
 
     async def play() -> msg.StatusReport | None:
         keyed = msgspec.structs.replace(options(tmp_path), status_address="tcp://127.0.0.1:*", keys=str(ring.folder))
-        async with serving(Broker(keyed)) as broker:
+        async with serving(BrokerServer(keyed)) as broker:
             with StatusClient(endpoints(broker)[-1]) as plain:
                 await asyncio.sleep(0.3)
                 return await asyncio.wait_for(asyncio.to_thread(plain.ask, 0.2), DEADLINE_S)

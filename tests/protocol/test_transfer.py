@@ -16,7 +16,7 @@ from kbrl_async.kernels.backends.building.store import ArtifactStore
 from protocols import messages as msg
 from protocols.transfer import CHUNK_BYTES, MAX_BYTES, RETRY_S, WINDOW, Download, Upload
 from services.broker.artifact_exchange import MAX_UPLOADS_EACH, ArtifactExchange
-from services.broker.server import Broker
+from services.broker.server import BrokerServer
 from services.runtime import Worker
 from services.runtime.transfers import Transfers
 from tests.brokers import beside, ends, serving, until, working
@@ -256,7 +256,7 @@ def test_an_artifact_passes_through_a_live_broker(tmp_path: Path) -> None:
         options = beside(tmp_path)
         farm = Worker(options.work_address, "farm", ["compile"], 1, ends)
         bench = Worker(options.work_address, "bench", ["bench"], 1, ends)
-        async with asyncio.timeout(30), serving(Broker(options)), working(farm, bench):
+        async with asyncio.timeout(30), serving(BrokerServer(options)), working(farm, bench):
             await until(lambda: farm.welcomed and bench.welcomed)
             return await bench.transfers.fetch(await farm.transfers.send(content_of(3 * CHUNK_BYTES + 1)))
 

@@ -17,7 +17,7 @@ from kbrl_async.rollouts.rewards.presets import STAGE3
 from kbrl_async.rollouts.scoring import score
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs import summary
-from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, TurnOutcome, Update
+from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, TurnOutcome, UpdateRow
 from kbrl_async.runs.archive.rows import make_row
 from kbrl_async.runs.telemetry.by_version import Tally
 from protocols.records import (
@@ -56,7 +56,7 @@ class MadeUp:
             for number in range(GROUPS):
                 self._group(archive, number)
             for update in range(14):
-                archive.updated(Update(f"batch-{update:06d}", update + 1, {}))
+                archive.updated(UpdateRow(f"batch-{update:06d}", update + 1, {}))
         ends = {"groups_trained": 56, "groups_filtered": 0, "groups_dropped_stale": 1, "groups_failed": 2}
         counters = summary.RunCounters(
             groups_admitted=GROUPS, rollouts=self.scored, updates=14, max_staleness=self.staleness, **ends

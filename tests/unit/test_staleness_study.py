@@ -13,7 +13,7 @@ from benchmarks.staleness.arm import Arm, ArmResult, Verdicts, config_of, evalua
 from benchmarks.staleness.report import (
     BEGIN,
     END,
-    Figures,
+    SettingFigures,
     findings,
     hardest,
     has_diverged,
@@ -113,11 +113,11 @@ class TestTheReport:
         assert math.isnan(interval([1.0])[1])
 
     def test_the_change_is_taken_within_a_seed(self) -> None:
-        figures = Figures([outcome("none", s, seed, seed / 10 - s / 40) for s in (0, 4) for seed in (5, 6, 7)])
+        figures = SettingFigures([outcome("none", s, seed, seed / 10 - s / 40) for s in (0, 4) for seed in (5, 6, 7)])
         assert figures.change("none", 4) == pytest.approx([-0.1] * 3)
 
     def test_tables_hold_a_line_for_each_correction_and_a_column_for_each_staleness(self) -> None:
-        figures = Figures([outcome(c, s, seed, 0.5) for c in ("none", "tis") for s in (0, 4) for seed in (0, 1)])
+        figures = SettingFigures([outcome(c, s, seed, 0.5) for c in ("none", "tis") for s in (0, 4) for seed in (0, 1)])
         lines = reward_table(figures, ["none", "tis"]).splitlines()
         assert lines[0] == "| correction | S=0 | S=4 | S=4 less S=0, paired |"
         assert lines[3] == "| tis | .50 ± .00 | .50 ± .00 | .00 ± .00 |"
@@ -128,7 +128,7 @@ class TestTheReport:
     def test_the_words_follow_from_the_figures(self) -> None:
         kept = [outcome("dppo_tv", s, seed, 0.8 + seed / 100 * (1 - s)) for s in (0, 4) for seed in (0, 1, 2)]
         lost = [outcome("none", s, seed, 0.8 - s / 5 + seed / 100) for s in (0, 4) for seed in (0, 1, 2)]
-        without, default, between = findings(Figures([*kept, *lost]), "none", "dppo_tv")
+        without, default, between = findings(SettingFigures([*kept, *lost]), "none", "dppo_tv")
         assert without.startswith("Without correction, S=4 changes the final reward by −.80")
         assert without.endswith("outside noise.")
         assert default.endswith("within noise.")
@@ -148,7 +148,7 @@ class TestTheReport:
         assert worst_late_batch(outcome("none", 4, 0, 0.4)) == 0.2
 
     def test_the_picture_names_its_corrections(self) -> None:
-        figures = Figures([outcome(c, s, 0, 0.5) for c in ("none", "tis") for s in (0, 4)])
+        figures = SettingFigures([outcome(c, s, 0, 0.5) for c in ("none", "tis") for s in (0, 4)])
         drawn = picture(figures, ["none", "tis"], "Final reward")
         assert drawn.startswith("<svg")
         assert ">none<" in drawn

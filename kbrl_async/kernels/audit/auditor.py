@@ -21,11 +21,11 @@ from queue import SimpleQueue
 import msgspec
 
 import kbrl_async
-from kbrl_async.kernels.audit.wire import Options, Progress
+from kbrl_async.kernels.audit.wire import AuditOptions, AuditProgress
 from kbrl_async.kernels.problems.audit_file import FLAGGED, NOT_AUDITED, VERSION, Audit, ProblemAudit, problem_hash
 from protocols.records import Problem
 
-Limits = Options
+Limits = AuditOptions
 _START_S = 120.0
 _GRACE_S = 5.0
 """A worker sees to the clock itself, unless it hangs."""
@@ -66,7 +66,7 @@ class Auditor:
             worker.stdin.flush()
             while True:
                 line = self._line(began + patience)
-                progress = msgspec.json.decode(line, type=Progress)
+                progress = msgspec.json.decode(line, type=AuditProgress)
                 last = progress.audit
                 if progress.done:
                     return last

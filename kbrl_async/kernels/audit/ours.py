@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kbrl_async.kernels.audit import trials
-from kbrl_async.kernels.problems.audit_file import OURS, Trial
+from kbrl_async.kernels.problems.audit_file import OURS, OutputTrial
 from kbrl_async.kernels.verify.references import References
 from kbrl_async.kernels.verify.sets import InputSet
 from protocols.records import Problem
@@ -14,7 +14,7 @@ COPIES = 25
 """How often inputs and outputs of one call are in memory while a reference is made on a CPU."""
 
 
-def cheap_outputs(references: References, problem: Problem) -> tuple[Trial, ...]:
+def cheap_outputs(references: References, problem: Problem) -> tuple[OutputTrial, ...]:
     """Trials over all input sets of one reference.
 
     :raises ProblemError: the reference fails, is random or gives nothing finite.
@@ -22,7 +22,7 @@ def cheap_outputs(references: References, problem: Problem) -> tuple[Trial, ...]
     return _trials(references.get(problem).cases[0].reference.sets)
 
 
-def _trials(sets: list[InputSet]) -> tuple[Trial, ...]:
+def _trials(sets: list[InputSet]) -> tuple[OutputTrial, ...]:
     """One set after the other: those of large problems are made again whenever they are looked at."""
     other = sets[1]  # of another draw than the first
     seen = other.expected
@@ -41,4 +41,4 @@ def _trials(sets: list[InputSet]) -> tuple[Trial, ...]:
                 fits.setdefault(name, []).append(trials.verified(got, expected, one.tolerances))
     unproven = sum(one.degenerate for one in sets)
     made = (trials.trial(name, OURS, found) for name, found in fits.items())
-    return *made, Trial("unchanged_input", OURS, unproven == len(sets), len(sets), unproven, 0.0, 0.0)
+    return *made, OutputTrial("unchanged_input", OURS, unproven == len(sets), len(sets), unproven, 0.0, 0.0)

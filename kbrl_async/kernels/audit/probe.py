@@ -18,7 +18,7 @@ import torch
 
 from kbrl_async.kernels.audit import trials
 from kbrl_async.kernels.problems import model_contract as contract
-from kbrl_async.kernels.problems.audit_file import HALF, KERNELBENCH, Finding, Trial
+from kbrl_async.kernels.problems.audit_file import HALF, KERNELBENCH, AuditFinding, OutputTrial
 from kbrl_async.kernels.sandbox import Isolation
 
 FIGURES = {KERNELBENCH: 1e-4, HALF: 1e-2}
@@ -27,7 +27,7 @@ _RANDOM_SHARE = 1e-5
 """Of the output's scale: larger differences between two runs are not rounding in another order."""
 
 
-class Task(msgspec.Struct, frozen=True):
+class AuditTask(msgspec.Struct, frozen=True):
     source: str
     device: str = "cpu"
     part: str = "scores"
@@ -38,12 +38,12 @@ class Task(msgspec.Struct, frozen=True):
 Step = Literal["start", "run", "trials", "casts"]
 
 
-class Probe(msgspec.Struct, frozen=True):
+class AuditProbe(msgspec.Struct, frozen=True):
     """What is known so far. `step` is the step that this message ended; after `LAST` of a part nothing follows."""
 
     step: Step
-    findings: tuple[Finding, ...] = ()
-    trials: tuple[Trial, ...] = ()
+    findings: tuple[AuditFinding, ...] = ()
+    trials: tuple[OutputTrial, ...] = ()
     outputs: tuple[str, ...] = ()
     output_scale: float = 0.0
     bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -53,32 +53,32 @@ class Probe(msgspec.Struct, frozen=True):
     out_of_memory: bool = False
 
 
-def read(data: bytes) -> Probe | None:
+def read(data: bytes) -> AuditProbe | None:
     """None for what no probe sends: a problem's own code may have written it."""
     try:
-        found = msgspec.msgpack.decode(data, type=Probe)
+        found = msgspec.msgpack.decode(data, type=AuditProbe)
     except Exception:  # the decoder, too, raises what it likes: RecursionError, UnicodeDecodeError
         return None
     numbers = (found.output_scale, *(n for t in found.trials for n in (t.worst_error, t.wrong_share)))
     return None if any(map(math.isnan, numbers)) else found
 
 
-Send = Callable[[Probe], None]
-_Next = Callable[[Probe], Probe]
+Send = Callable[[AuditProbe], None]
+_Next = Callable[[AuditProbe], AuditProbe]
 LAST: dict[str, Step] = {"scores": "trials", "casts": "casts"}
 
 
 def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
     """Entry of the confined child; its first message is its isolation."""
     channel.send(msgspec.msgpack.encode(isolation))
-    task = msgspec.msgpack.decode(payload, type=Task)
+    task = msgspec.msgpack.decode(payload, type=AuditTask)
     run(task, lambda probe: channel.sendall(msgspec.msgpack.encode(probe)))
 
 
-def run(task: Task, send: Send) -> None:
+def run(task: AuditTask, send: Send) -> None:
     """Every step, each told as it ends. What the problem raises is told too."""
     steps = _Steps(task)
-    last = Probe("start")
+    last = AuditProbe("start")
     second: dict[Step, _Next] = {"trials": steps.cheap} if task.part == "scores" else {"casts": steps.casts}
     first: dict[Step, _Next] = {"run": steps.first}
     for name, step in (first | second).items():
@@ -97,7 +97,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class _Steps:
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: AuditTask) -> None:
         torch.set_grad_enabled(False)
         self.task = task
         self.module = types.ModuleType("problem")
@@ -105,7 +105,7 @@ class _Steps:
         self.inputs: list[Any] = []
         self.expected: list[torch.Tensor] = []
 
-    def first(self, probe: Probe) -> Probe:
+    def first(self, probe: AuditProbe) -> AuditProbe:
         """Build it, run it twice on the same inputs."""
         self.module = contract.load("problem", self.task.source)
         self.model = self._build()
@@ -119,19 +119,19 @@ class _Steps:
             return probe
         changed = [i for i, item in enumerate(self.inputs) if not _same(_checksum(item), before[i])]
         if changed:
-            found.append(Finding("mutates_inputs", f"forward changes input {changed[0]}"))
+            found.append(AuditFinding("mutates_inputs", f"forward changes input {changed[0]}"))
             self.inputs = self._draw(self.task.seeds[0])
         again = self._forward(self.inputs)
         worst = trials.all_fit(again, self.expected, 0.0).worst
         if worst > _RANDOM_SHARE * max(scale, 1e-30):
             text = f"two runs on the same inputs differ by {worst:.3g}; the largest output is {scale:.3g}"
-            found.append(Finding("random", text))
+            found.append(AuditFinding("random", text))
         if not self.expected or not any(tensor.numel() for tensor in self.expected):
             raise ValueError("forward returns no tensor with elements")
         outputs = tuple(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in self.expected)
-        return Probe("run", tuple(found), (), outputs, scale, size)
+        return AuditProbe("run", tuple(found), (), outputs, scale, size)
 
-    def cheap(self, probe: Probe) -> Probe:
+    def cheap(self, probe: AuditProbe) -> AuditProbe:
         """Outputs that do not do the work, at KernelBench's two tolerances, on inputs of every seed."""
         names = ("zeros", "constant", "input_independent", "half_rows", "half_batch")
         fits: dict[tuple[str, str], list[trials.Fit]] = {(n, f): [] for n in names for f in FIGURES}
@@ -152,10 +152,10 @@ class _Steps:
         found = tuple(finding(trial) for trial in made if trial.passes)
         return msgspec.structs.replace(probe, findings=(*probe.findings, *found), trials=made)
 
-    def casts(self, probe: Probe) -> Probe:
+    def casts(self, probe: AuditProbe) -> AuditProbe:
         """Everything cast to one type, as KernelBench does: what integers among the inputs say to that."""
         found = [text for dtype in (torch.float32, *_HALF_TYPES) if (text := self._cast(dtype))]
-        findings = (*probe.findings, *(Finding("dtype_cast", text) for text in found))
+        findings = (*probe.findings, *(AuditFinding("dtype_cast", text) for text in found))
         return msgspec.structs.replace(probe, findings=findings)
 
     def _cast(self, dtype: torch.dtype) -> str:
@@ -218,10 +218,10 @@ class _Steps:
         return _tensors((model or self.model)(*given))  # type: ignore[misc]
 
 
-def finding(trial: Trial) -> Finding:
+def finding(trial: OutputTrial) -> AuditFinding:
     """For a trial that passes."""
     text = f"passes on {trial.passed} of {trial.inputs} input sets; largest error {trial.worst_error:.3g}"
-    return Finding(trial.name, text, trial.tolerance)
+    return AuditFinding(trial.name, text, trial.tolerance)
 
 
 def _fits_in_shape(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from kbrl_async.kernels.problems.audit_file import Trial
+from kbrl_async.kernels.problems.audit_file import OutputTrial
 from kbrl_async.kernels.verify import compare
 
 CHUNK = 1 << 24
@@ -65,11 +65,13 @@ def joined(fits: list[Fit]) -> Fit:
     )
 
 
-def trial(name: str, tolerance: str, fits: list[Fit]) -> Trial:
+def trial(name: str, tolerance: str, fits: list[Fit]) -> OutputTrial:
     """Passes where it passes on every input set, as a candidate has to."""
     best = min(fits, key=lambda f: (f.wrong_share, f.worst))
     passed = sum(f.passes for f in fits)
-    return Trial(name, tolerance, passed == len(fits), len(fits), passed, _short(best.worst), _short(best.wrong_share))
+    return OutputTrial(
+        name, tolerance, passed == len(fits), len(fits), passed, _short(best.worst), _short(best.wrong_share)
+    )
 
 
 def _short(value: float) -> float:

@@ -7,12 +7,12 @@ import msgspec
 from kbrl_async.kernels.problems.audit_file import ProblemAudit
 
 
-class Options(msgspec.Struct, frozen=True):
+class AuditOptions(msgspec.Struct, frozen=True):
     device: str
     time_limit_s: float
     memory_limit_gib: float
 
 
-class Progress(msgspec.Struct, frozen=True):
+class AuditProgress(msgspec.Struct, frozen=True):
     audit: ProblemAudit
     done: bool

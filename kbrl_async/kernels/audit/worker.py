@@ -2,7 +2,7 @@
 
 ::
 
-    stdin: one `Problem` a line ─▶ probe ─▶ ours ─▶ stdout: `Progress` lines, the last of a problem with `done`
+    stdin: one `Problem` a line ─▶ probe ─▶ ours ─▶ stdout: `AuditProgress` lines, the last of a problem with `done`
 
 It limits its own memory; whoever started it watches the clock and kills it.
 """
@@ -25,9 +25,9 @@ import torch
 from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.kernels import sandbox
 from kbrl_async.kernels.audit import ours, probe
-from kbrl_async.kernels.audit.probe import Probe, Task
-from kbrl_async.kernels.audit.wire import Options, Progress
-from kbrl_async.kernels.problems.audit_file import CLEAN, FLAGGED, NOT_AUDITED, Finding, ProblemAudit, problem_hash
+from kbrl_async.kernels.audit.probe import AuditProbe, AuditTask
+from kbrl_async.kernels.audit.wire import AuditOptions, AuditProgress
+from kbrl_async.kernels.problems.audit_file import CLEAN, FLAGGED, NOT_AUDITED, AuditFinding, ProblemAudit, problem_hash
 from kbrl_async.kernels.sandbox import Isolation, Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import bench_options
@@ -41,8 +41,8 @@ _GIB = 1 << 30
 Tell = Callable[[ProblemAudit, bool], None]
 
 
-class Worker:
-    def __init__(self, zygote: Zygote, options: Options, device: Device) -> None:
+class AuditWorker:
+    def __init__(self, zygote: Zygote, options: AuditOptions, device: Device) -> None:
         self.zygote, self.options, self._device = zygote, options, device
         self._lasting: References | None = None
         self._ends = 0.0
@@ -72,9 +72,9 @@ class Worker:
             audit = msgspec.structs.replace(audit, findings=audit.findings + casts.findings, reason=cut)
         tell(concluded(msgspec.structs.replace(audit, seconds=elapsed())), True)
 
-    def _probe(self, problem: Problem, part: str, partly: Callable[[Probe, str], None]) -> tuple[Probe, str]:
-        task = Task(problem.source, self.options.device, part)
-        found = Probe("start", error="it ended before its first step")
+    def _probe(self, problem: Problem, part: str, partly: Callable[[AuditProbe, str], None]) -> tuple[AuditProbe, str]:
+        task = AuditTask(problem.source, self.options.device, part)
+        found = AuditProbe("start", error="it ended before its first step")
         if self.options.device != "cpu":
             return _run_here(task, partly), "none"
         entry, payload = "kbrl_async.kernels.audit.probe:main", msgspec.msgpack.encode(task)
@@ -147,17 +147,17 @@ class Worker:
         return References(self.zygote, fitted, secrets.SystemRandom(), self._device)
 
 
-def gpu_share(options: Options) -> float:
+def gpu_share(options: AuditOptions) -> float:
     """Of a GPU's memory, what an audit may plan with."""
     total: int = torch.cuda.get_device_properties(torch.device(options.device)).total_memory
     return min(1.0, options.memory_limit_gib * _GIB / total)
 
 
-def _run_here(task: Task, partly: Callable[[Probe, str], None]) -> Probe:
+def _run_here(task: AuditTask, partly: Callable[[AuditProbe, str], None]) -> AuditProbe:
     """On a GPU: in this process, one problem after the other."""
-    last = Probe("start")
+    last = AuditProbe("start")
 
-    def tell(found: Probe) -> None:
+    def tell(found: AuditProbe) -> None:
         nonlocal last
         last = found
         partly(found, "none")
@@ -168,11 +168,11 @@ def _run_here(task: Task, partly: Callable[[Probe, str], None]) -> Probe:
     return last
 
 
-def _with_scores(audit: ProblemAudit, found: Probe, isolation: str, seconds: float) -> ProblemAudit:
+def _with_scores(audit: ProblemAudit, found: AuditProbe, isolation: str, seconds: float) -> ProblemAudit:
     """What a probe says so far. An error that is the problem's own is a finding, too little room is none."""
     findings, reason = found.findings, found.error
     if found.error and not found.out_of_memory and found.step == "run":
-        findings = (*findings, Finding("cannot_run", found.error))
+        findings = (*findings, AuditFinding("cannot_run", found.error))
     return msgspec.structs.replace(
         audit,
         reason=reason,
@@ -192,7 +192,7 @@ def concluded(audit: ProblemAudit) -> ProblemAudit:
     return msgspec.structs.replace(audit, status=status)
 
 
-def _limit_own_memory(options: Options) -> None:
+def _limit_own_memory(options: AuditOptions) -> None:
     """Addresses on the CPU; with CUDA, which reserves many, private memory."""
     with open("/proc/self/statm") as file:
         mapped = int(file.read().split()[0]) * resource.getpagesize()
@@ -202,7 +202,7 @@ def _limit_own_memory(options: Options) -> None:
 
 
 def main() -> None:
-    options = msgspec.json.decode(sys.argv[1], type=Options)
+    options = msgspec.json.decode(sys.argv[1], type=AuditOptions)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a problem prints is not an answer
     torch.set_num_threads(1 if options.device == "cpu" else torch.get_num_threads())
@@ -211,7 +211,7 @@ def main() -> None:
         _limit_own_memory(options)
         if options.device != "cpu":
             device.open(gpu_share(options))
-        worker = Worker(zygote, options, device)
+        worker = AuditWorker(zygote, options, device)
         with contextlib.suppress(BrokenPipeError):
             for line in sys.stdin.buffer:
                 worker.audit(msgspec.json.decode(line, type=Problem), _teller(answers))
@@ -219,7 +219,7 @@ def main() -> None:
 
 def _teller(answers: BinaryIO) -> Tell:
     def tell(audit: ProblemAudit, done: bool) -> None:
-        answers.write(msgspec.json.encode(Progress(audit, done)) + b"\n")
+        answers.write(msgspec.json.encode(AuditProgress(audit, done)) + b"\n")
         answers.flush()
 
     return tell

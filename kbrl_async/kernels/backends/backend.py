@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from kbrl_async.errors import ConfigError, UserError
-from kbrl_async.kernels.backends.sanitize.parts import Sanitized, Sanitizes, Task
+from kbrl_async.kernels.backends.sanitize.parts import Sanitized, Sanitizes, SanitizeTask
 from kbrl_async.kernels.settings import BACKENDS
 from protocols.records import BuildReport, Candidate, Problem
 
@@ -114,7 +114,7 @@ class Backend:
         found: tuple[Shot, ...] = importlib.import_module(self.prompt).SHOTS if self.prompt else ()
         return found
 
-    def sanitize(self, sanitizer: Sanitizes, task: Task, folder: Path) -> Sanitized:
+    def sanitize(self, sanitizer: Sanitizes, task: SanitizeTask, folder: Path) -> Sanitized:
         """Run what was built once under sanitizers on a CPU. `folder` is the caller's, and empty."""
         return Sanitized(not_run=f"there is no sanitizer for {self.name} on {task.device}")
 

@@ -14,7 +14,7 @@ from kbrl_async.kernels.profile import KernelFacts, Profile, Roofline, gpu
 from kbrl_async.kernels.profile.counters import Counts
 from kbrl_async.kernels.timing import resolution, roofline
 from kbrl_async.kernels.timing.cpu.host import hardware_of
-from kbrl_async.kernels.timing.roofline import Work
+from kbrl_async.kernels.timing.roofline import ReferenceWork
 from kbrl_async.kernels.verify.floor import counted
 from kbrl_async.kernels.verify.options import Tick, no_tick
 from protocols.records import Candidate, Problem, Timing
@@ -86,6 +86,6 @@ def _roofline(problem: Problem, device: str) -> Roofline | None:
 
 
 @functools.lru_cache(64)
-def _work(problem: Problem) -> Work | None:
+def _work(problem: Problem) -> ReferenceWork | None:
     """Counted once a process: it takes a child of its own."""
     return counted(problem)

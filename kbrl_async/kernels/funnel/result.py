@@ -9,7 +9,7 @@ import msgspec
 
 from kbrl_async.kernels.backends.checks.arithmetic import MEANS
 from kbrl_async.kernels.backends.sanitize.parts import Sanitized
-from kbrl_async.kernels.backends.sanitize.reports import Finding
+from kbrl_async.kernels.backends.sanitize.reports import SanitizerFinding
 from kbrl_async.kernels.problems.cases import workload_lines
 from protocols.records import BuildReport, Fault, StageReport, Timing, Verdict
 
@@ -34,7 +34,7 @@ class Result(msgspec.Struct, frozen=True):
     """`"file"`, or `"response"` where the candidate was taken out of a model's answer."""
     sanitizers: tuple[str, ...] = ()
     """Those that ran to their end."""
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[SanitizerFinding, ...] = ()
     """What they found."""
     arithmetic: tuple[str, ...] = ()
     """Compiler options of the candidate by which its arithmetic may differ from what its source says."""

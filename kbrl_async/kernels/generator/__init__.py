@@ -11,7 +11,7 @@ Invariants
 * What is held out is chosen by the chain of operations, so nothing near it is trained on.
 """
 
-from kbrl_async.kernels.generator.generating import Drawn, chain_of, generate
+from kbrl_async.kernels.generator.generating import GeneratedProblem, chain_of, generate
 from kbrl_async.kernels.generator.source import generated, known, write_folder
 
-__all__ = ["Drawn", "chain_of", "generate", "generated", "known", "write_folder"]
+__all__ = ["GeneratedProblem", "chain_of", "generate", "generated", "known", "write_folder"]

@@ -44,7 +44,7 @@ def check(source: str, shortened: Sequence[tuple[str, str]]) -> str:
 
 
 def _check(source: str, shortened: Sequence[tuple[str, str]]) -> None:
-    program = Program(source)
+    program = CheckedModule(source)
     given, other = program.draw(_FIRST), program.draw(_SECOND)
     expected, elsewhere = program.run(given), program.run(other)
     allowed = _tolerance(program, given, expected)
@@ -63,11 +63,11 @@ def _check(source: str, shortened: Sequence[tuple[str, str]]) -> None:
         if trials.verified(program.run(swapped), expected, allowed).passes:
             raise Unsound("an input does not matter")
     for operator, text in shortened:
-        if trials.verified(Program(text).run(given), expected, allowed).passes:
+        if trials.verified(CheckedModule(text).run(given), expected, allowed).passes:
             raise Unsound(f"{operator} changes nothing")
 
 
-class Program:
+class CheckedModule:
     """A source that was run, with its model."""
 
     def __init__(self, source: str) -> None:
@@ -90,7 +90,7 @@ class Program:
         return [out] if isinstance(out, torch.Tensor) else list(out)
 
 
-def _tolerance(program: Program, given: Values, expected: Values) -> list[compare.Tolerance]:
+def _tolerance(program: CheckedModule, given: Values, expected: Values) -> list[compare.Tolerance]:
     """As a verdict would allow, so that what passes here passes there."""
     moved = program.run(inputs.moved(given, random.Random(_MOVES)))
     wide = _wide(program, given)
@@ -107,7 +107,7 @@ def _tolerance(program: Program, given: Values, expected: Values) -> list[compar
     return allowed
 
 
-def _wide(program: Program, given: Values) -> Sequence[torch.Tensor | None]:
+def _wide(program: CheckedModule, given: Values) -> Sequence[torch.Tensor | None]:
     """The same in fp64; nothing where a cast inside forbids it."""
     program.model.double()
     try:

@@ -78,7 +78,7 @@ class Size(msgspec.Struct, frozen=True):
         return self.text if self.text.isidentifier() else f"({self.text})"
 
 
-class Step(msgspec.Struct, frozen=True):
+class DraftStep(msgspec.Struct, frozen=True):
     """What one operator wrote into `forward`."""
 
     operator: str
@@ -87,14 +87,14 @@ class Step(msgspec.Struct, frozen=True):
     """Without it the program still runs: whether it matters can be tried."""
 
 
-class Draft:
+class ProblemDraft:
     """Operators read `layout` and `dims`, and write by `do`, `member`, `given` and `size`."""
 
     def __init__(self, rng: random.Random, layout: str) -> None:
         self.rng, self.layout = rng, layout
         self.sizes: dict[str, Size] = {}
         self.dims = [self.size(name) for name in LAYOUTS[layout]]
-        self.steps: list[Step] = []
+        self.steps: list[DraftStep] = []
         self.members: list[str] = []
         self.arguments: dict[str, str] = {"x": f"torch.randn({self.shape()})"}
         self.is_ended = False
@@ -132,7 +132,7 @@ class Draft:
         before = (self.layout, [size.cpu for size in self.dims])
         self.layout, self.dims = layout or self.layout, after
         same = before == (self.layout, [size.cpu for size in after])
-        self.steps.append(Step(self._operator, lines, same))
+        self.steps.append(DraftStep(self._operator, lines, same))
 
     def member(self, name: str, constructor: str) -> str:
         """A submodule or parameter of its own; its expression in `forward`."""

@@ -7,8 +7,8 @@ import math
 import random
 from collections import Counter
 
-from kbrl_async.kernels.generator.draft import LAYOUTS, Draft, Unfit
-from kbrl_async.kernels.generator.operators import OPERATORS, Operator
+from kbrl_async.kernels.generator.draft import LAYOUTS, ProblemDraft, Unfit
+from kbrl_async.kernels.generator.operators import OPERATORS, DrawnOperator
 from kbrl_async.kernels.generator.operators.table import VECTOR
 
 GROUP_WEIGHTS = {
@@ -23,10 +23,10 @@ _AFTER_END = 2
 _COST_SCALE = 16.0
 
 
-def draw(rng: random.Random, difficulty: tuple[float, float] = (0.0, 1.0)) -> Draft:
+def draw(rng: random.Random, difficulty: tuple[float, float] = (0.0, 1.0)) -> ProblemDraft:
     """A draft whose cost lies about where `difficulty`, 0 … 1, says."""
     wanted = cost_of(rng.uniform(*difficulty))
-    draft = Draft(rng, rng.choice(sorted(LAYOUTS)))
+    draft = ProblemDraft(rng, rng.choice(sorted(LAYOUTS)))
     spent, after = 0.0, 0
     while not draft.is_ended and after <= _AFTER_END and (not draft.steps or spent < wanted):
         operator = _follow(draft, rng, first=not draft.steps, room=max(1.0, wanted - spent))
@@ -37,7 +37,7 @@ def draw(rng: random.Random, difficulty: tuple[float, float] = (0.0, 1.0)) -> Dr
     return draft
 
 
-def _follow(draft: Draft, rng: random.Random, *, first: bool, room: float) -> Operator | None:
+def _follow(draft: ProblemDraft, rng: random.Random, *, first: bool, room: float) -> DrawnOperator | None:
     """The next operator, written into the draft; None where none fits."""
     before = draft.steps[-1].operator if draft.steps else ""
     fitting = [
@@ -64,7 +64,7 @@ def _sizes() -> Counter[str]:
     return Counter(one.group for one in OPERATORS.values())
 
 
-def difficulty_of(draft: Draft) -> float:
+def difficulty_of(draft: ProblemDraft) -> float:
     """0 … 1 from the operators' costs and the longest chain that one kernel could fuse."""
     cost = sum(OPERATORS[step.operator].cost for step in draft.steps)
     return round(1.0 - math.exp(-(cost + 0.5 * _longest_chain(draft)) / _COST_SCALE), 2)
@@ -75,7 +75,7 @@ def cost_of(difficulty: float) -> float:
     return -_COST_SCALE * math.log(1.0 - min(0.97, max(0.0, difficulty)))
 
 
-def _longest_chain(draft: Draft) -> int:
+def _longest_chain(draft: ProblemDraft) -> int:
     longest = run = 0
     for step in draft.steps:
         run = run + 1 if step.keeps_shape else 0
@@ -83,15 +83,15 @@ def _longest_chain(draft: Draft) -> int:
     return longest
 
 
-def level_of(draft: Draft) -> int:
+def level_of(draft: ProblemDraft) -> int:
     """1: one operator; 2: a few to fuse; 3: more, or expensive ones."""
     cost = sum(OPERATORS[step.operator].cost for step in draft.steps)
     return 1 if len(draft.steps) == 1 else 2 if len(draft.steps) <= 5 and cost <= 18 else 3
 
 
-def title_of(draft: Draft) -> str:
+def title_of(draft: ProblemDraft) -> str:
     return ", ".join(step.operator.replace("_", " ") for step in draft.steps).capitalize() + "."
 
 
-def name_of(draft: Draft) -> str:
+def name_of(draft: ProblemDraft) -> str:
     return "_".join(step.operator for step in draft.steps)[:60].strip("_")

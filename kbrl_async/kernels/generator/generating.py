@@ -25,7 +25,7 @@ PATIENCE = 400
 """Drawn in vain one after the other: there are no more of this kind."""
 
 
-class Drawn(msgspec.Struct, frozen=True):
+class GeneratedProblem(msgspec.Struct, frozen=True):
     """What one number of a seed gave."""
 
     seed: int
@@ -58,8 +58,8 @@ def generate(
     difficulty: tuple[float, float] = (0.0, 1.0),
     avoid: Iterable[Problem] = (),
     jobs: int = 2,
-    told: Callable[[Drawn], None] = lambda _drawn: None,
-) -> Iterator[Drawn]:
+    told: Callable[[GeneratedProblem], None] = lambda _drawn: None,
+) -> Iterator[GeneratedProblem]:
     """`count` problems, those of the smallest numbers first; `told` of every one that was drawn.
 
     :param avoid: nothing with the operations of one of these is drawn.
@@ -85,7 +85,7 @@ def generate(
 
 
 @contextlib.contextmanager
-def _mapped(tasks: Iterator[Task], jobs: int) -> Iterator[Iterator[Drawn]]:
+def _mapped(tasks: Iterator[Task], jobs: int) -> Iterator[Iterator[GeneratedProblem]]:
     """What each task gives, in order; one job needs no process of its own."""
     if jobs == 1:
         yield itertools.starmap(one, tasks)
@@ -94,7 +94,7 @@ def _mapped(tasks: Iterator[Task], jobs: int) -> Iterator[Iterator[Drawn]]:
         yield _in_order(pool, tasks, 8 * jobs)
 
 
-def _in_order(pool: multiprocessing.pool.Pool, tasks: Iterator[Task], ahead: int) -> Iterator[Drawn]:
+def _in_order(pool: multiprocessing.pool.Pool, tasks: Iterator[Task], ahead: int) -> Iterator[GeneratedProblem]:
     """As `imap`, but never more than `ahead` tasks in flight: `imap` would draw all numbers at once."""
     waiting = [pool.apply_async(one, next(tasks)) for _ in range(ahead)]
     while True:
@@ -109,7 +109,7 @@ def _start() -> None:
     torch.set_num_threads(1)
 
 
-def one(seed: int, number: int, difficulty: tuple[float, float]) -> Drawn:
+def one(seed: int, number: int, difficulty: tuple[float, float]) -> GeneratedProblem:
     """What this number gives; a function of its arguments."""
     from kbrl_async.kernels.generator import checking, drawing
 
@@ -119,7 +119,7 @@ def one(seed: int, number: int, difficulty: tuple[float, float]) -> Drawn:
     droppable = [n for n, step in enumerate(draft.steps) if step.keeps_shape and len(draft.steps) > 1]
     shortened = [(draft.steps[n].operator, render_problem(draft.module(title, without=n))) for n in droppable]
     reason = checking.check(source, shortened)
-    return Drawn(
+    return GeneratedProblem(
         seed,
         number,
         source,

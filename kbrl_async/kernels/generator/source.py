@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kbrl_async import durable
 from kbrl_async.errors import ProblemError
-from kbrl_async.kernels.generator.generating import Drawn, generate
+from kbrl_async.kernels.generator.generating import GeneratedProblem, generate
 from kbrl_async.kernels.problems.loading import load_problems
 from kbrl_async.kernels.problems.sources.folder import INDEX, kernelbench_root
 from kbrl_async.kernels.timing.resolution import cache_folder
@@ -63,7 +63,7 @@ def known() -> list[Problem]:
     return load_problems(split="heldout") + (load_problems(kernelbench) if kernelbench else [])
 
 
-def write_folder(folder: Path, drawn: Sequence[Drawn]) -> None:
+def write_folder(folder: Path, drawn: Sequence[GeneratedProblem]) -> None:
     """`level*/*.py`, and `index.toml` with difficulty and split; the folder is there when all of it is."""
 
     def fill(inside: Path) -> None:

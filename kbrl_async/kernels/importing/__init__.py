@@ -12,7 +12,7 @@ Invariants
 """
 
 from kbrl_async.kernels.importing.found import Found, LeftOut
-from kbrl_async.kernels.importing.importer import JOURNAL, Importer, Row
+from kbrl_async.kernels.importing.importer import JOURNAL, ImportedRow, Importer
 from kbrl_async.kernels.importing.places import FORMATS, read
 
-__all__ = ["FORMATS", "JOURNAL", "Found", "Importer", "LeftOut", "Row", "read"]
+__all__ = ["FORMATS", "JOURNAL", "Found", "ImportedRow", "Importer", "LeftOut", "read"]

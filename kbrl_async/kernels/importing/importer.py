@@ -22,7 +22,7 @@ from kbrl_async.kernels.problems.audit_file import CLEAN, FLAGGED, ProblemAudit
 from kbrl_async.kernels.problems.contract import parse_problem
 from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.kernels.problems.sources.folder import INDEX
-from kbrl_async.kernels.syntax import Reading, Unreadable, read
+from kbrl_async.kernels.syntax import ReferenceFacts, Unreadable, read
 from kbrl_async.kernels.syntax.scope import INPUT_MAKERS
 from protocols.records import Problem
 
@@ -33,7 +33,7 @@ AHEAD = 4
 """Rows waiting for each worker: enough to keep it busy, few enough for a data set of any size."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class ImportedRow(msgspec.Struct, frozen=True):
     """What became of one row; a line of the journal."""
 
     key: str
@@ -54,13 +54,13 @@ class Importer:
     def __init__(self, out: Path, limits: Limits, avoid: Iterable[Problem] = (), jobs: int = 2) -> None:
         self.out, self.limits, self.jobs = out, limits, jobs
         self._held = [reading for problem in avoid if (reading := _reading(problem.source))]
-        self.rows: list[Row] = []
-        self._known: dict[str, Row] = {}
+        self.rows: list[ImportedRow] = []
+        self._known: dict[str, ImportedRow] = {}
         self._structures: set[str] = set()
         self._names: set[str] = set()
         self._read_journal()
 
-    def run(self, found: Iterable[Found]) -> Iterator[Row]:
+    def run(self, found: Iterable[Found]) -> Iterator[ImportedRow]:
         """Each row's fate, in order; those of an earlier run at once. The index is written at the end."""
         self.out.mkdir(parents=True, exist_ok=True)
         auditors: SimpleQueue[Auditor] = SimpleQueue()
@@ -82,14 +82,14 @@ class Importer:
 
     def _start(
         self, found: Found, pool: ThreadPoolExecutor, auditors: SimpleQueue[Auditor]
-    ) -> Callable[[], tuple[Row, bool]]:
+    ) -> Callable[[], tuple[ImportedRow, bool]]:
         """What is known at once is told at once; the rest is tried."""
         key = hashlib.blake2b(f"{found.origin}\0{found.source}".encode("utf-8", "replace"), digest_size=8).hexdigest()
         if key in self._known:
             known = self._known[key]
             return lambda: (known, False)
         problem_id = self._id(found)
-        row = Row(key, problem_id, LEFT, found.left_out, found.origin, found.license)
+        row = ImportedRow(key, problem_id, LEFT, found.left_out, found.origin, found.license)
         if found.left_out:
             return lambda: (row, True)
         try:
@@ -106,7 +106,7 @@ class Importer:
         future: Future[ProblemAudit] = pool.submit(_audit, auditors, problem)
         return lambda: (self._ended(row, problem, future.result()), True)
 
-    def _near(self, row: Row, reading: Reading) -> str:
+    def _near(self, row: ImportedRow, reading: ReferenceFacts) -> str:
         if row.structure in self._structures:
             return "the same as another row, but for names and constants"
         chain = reading.chain_hash
@@ -114,7 +114,7 @@ class Importer:
             return "near a held-out problem"
         return ""
 
-    def _ended(self, row: Row, problem: Problem, audit: ProblemAudit) -> Row:
+    def _ended(self, row: ImportedRow, problem: Problem, audit: ProblemAudit) -> ImportedRow:
         """Writes the file of what is sound, or could not be tried for want of room."""
         row = msgspec.structs.replace(row, seconds=audit.seconds)
         if audit.status == FLAGGED:
@@ -143,7 +143,7 @@ class Importer:
         path = self.out / JOURNAL
         for line in path.read_bytes().splitlines() if path.is_file() else ():
             try:
-                row = msgspec.json.decode(line, type=Row)
+                row = msgspec.json.decode(line, type=ImportedRow)
             except (msgspec.DecodeError, ValueError):
                 continue
             self._known[row.key] = row
@@ -157,7 +157,7 @@ class Importer:
         durable.write_atomically(self.out / INDEX, "\n".join(lines))
 
 
-def _reading(source: str) -> Reading | None:
+def _reading(source: str) -> ReferenceFacts | None:
     try:
         return read(source)
     except Unreadable:
@@ -171,9 +171,9 @@ def _makers(source: str) -> int:
     return zlib.crc32(text.encode("utf-8", "surrogatepass"))
 
 
-def _ahead(started: Iterator[Callable[[], tuple[Row, bool]]], count: int) -> Iterator[tuple[Row, bool]]:
+def _ahead(started: Iterator[Callable[[], tuple[ImportedRow, bool]]], count: int) -> Iterator[tuple[ImportedRow, bool]]:
     """Results in order, with at most `count` begun before they are asked for."""
-    waiting: deque[Callable[[], tuple[Row, bool]]] = deque()
+    waiting: deque[Callable[[], tuple[ImportedRow, bool]]] = deque()
     for one in started:
         waiting.append(one)
         if len(waiting) >= count:

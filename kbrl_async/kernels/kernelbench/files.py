@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from kbrl_async.durable import write_atomically
-from kbrl_async.kernels.kernelbench.formats import EVAL_FILE, Outcome, by_level, eval_results
+from kbrl_async.kernels.kernelbench.formats import EVAL_FILE, SampleOutcome, by_level, eval_results
 from kbrl_async.kernels.problems.finding import number
 from protocols.records import Problem
 
@@ -28,10 +28,10 @@ BASELINE_FILE = "baseline.json"
 NOT_TIMED = -1.0
 
 
-class Written(msgspec.Struct, frozen=True):
+class KernelFile(msgspec.Struct, frozen=True):
     """One answer with its kernel; empty `source`: there was none."""
 
-    outcome: Outcome
+    outcome: SampleOutcome
     source: str
 
 
@@ -71,7 +71,7 @@ def file_name(problem: Problem, problem_number: int) -> str:
     return f"{name}.py" if number(problem) == problem_number else f"{problem_number}_{name}.py"
 
 
-def write_run_folders(folder: Path, answers: Sequence[Written], k_values: Sequence[int]) -> list[Path]:
+def write_run_folders(folder: Path, answers: Sequence[KernelFile], k_values: Sequence[int]) -> list[Path]:
     """One run folder a level; returns them. Results of an earlier writing are replaced."""
     folders = []
     sources = {(a.outcome.level, a.outcome.problem, a.outcome.sample): a.source for a in answers}
@@ -118,7 +118,7 @@ def _pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 if n - c < k else 1.0 - missed
 
 
-def baselines_of(answers: Iterable[Written], problems: Iterable[Problem]) -> dict[str, dict[str, Baseline]]:
+def baselines_of(answers: Iterable[KernelFile], problems: Iterable[Problem]) -> dict[str, dict[str, Baseline]]:
     """The reference times that were measured beside the answers; every problem has an entry, timed or not."""
     known = numbers(listed := list(problems))
     timings: dict[tuple[int, int], list[Any]] = {}

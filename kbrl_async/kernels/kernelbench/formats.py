@@ -24,7 +24,7 @@ EVAL_FILE = "eval_results.json"
 _BUILD_FAULTS = frozenset({Fault.FORMAT_ERROR, Fault.STATIC_VIOLATION, Fault.COMPILE_ERROR})
 
 
-class Sample(msgspec.Struct, frozen=True, order=True):
+class GeneratedSample(msgspec.Struct, frozen=True, order=True):
     """One generated kernel."""
 
     level: int
@@ -34,7 +34,7 @@ class Sample(msgspec.Struct, frozen=True, order=True):
     path: str
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class SampleOutcome(msgspec.Struct, frozen=True):
     """What became of a sample. Exactly one of `result` and `error` is filled."""
 
     level: int
@@ -47,7 +47,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """Why there is no verdict: a missing problem, or a fault of the host."""
 
 
-def samples(folder: Path) -> list[Sample]:
+def samples(folder: Path) -> list[GeneratedSample]:
     """The kernels of a run folder in the order of level, problem and sample.
 
     :raises UserError: it is no folder, or holds none.
@@ -55,7 +55,7 @@ def samples(folder: Path) -> list[Sample]:
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder", "Give a KernelBench run folder")
     found = [(KERNEL_FILE.fullmatch(path.name), path) for path in folder.iterdir()]
-    listed = [Sample(int(m[1]), int(m[2]), int(m[3]), str(path)) for m, path in found if m]
+    listed = [GeneratedSample(int(m[1]), int(m[2]), int(m[3]), str(path)) for m, path in found if m]
     if not listed:
         raise UserError(f"{folder} holds no level_L_problem_P_sample_S_kernel.py", "Give a KernelBench run folder")
     return sorted(listed)
@@ -75,7 +75,7 @@ def problems_root(given: str, environment: MutableMapping[str, str]) -> str:
     raise UserError(f"{root} holds no level*/*.py", "Point --problems or KERNELBENCH_ROOT at a KernelBench checkout")
 
 
-def eval_results(outcomes: Iterable[Outcome]) -> dict[str, list[dict[str, Any]]]:
+def eval_results(outcomes: Iterable[SampleOutcome]) -> dict[str, list[dict[str, Any]]]:
     """The content of `eval_results.json`; what has no verdict is left out."""
     table: dict[str, list[dict[str, Any]]] = {}
     for outcome in sorted(outcomes, key=lambda o: (o.problem, o.sample)):
@@ -84,8 +84,8 @@ def eval_results(outcomes: Iterable[Outcome]) -> dict[str, list[dict[str, Any]]]
     return table
 
 
-def by_level(outcomes: Sequence[Outcome]) -> dict[int, list[Outcome]]:
-    levels: dict[int, list[Outcome]] = {}
+def by_level(outcomes: Sequence[SampleOutcome]) -> dict[int, list[SampleOutcome]]:
+    levels: dict[int, list[SampleOutcome]] = {}
     for outcome in outcomes:
         levels.setdefault(outcome.level, []).append(outcome)
     return dict(sorted(levels.items()))

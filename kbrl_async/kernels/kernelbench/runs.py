@@ -27,7 +27,14 @@ from kbrl_async.kernels.funnel.concurrent import cores_for
 from kbrl_async.kernels.funnel.reading import read_candidate
 from kbrl_async.kernels.funnel.verifier import Verifier, VerifyOptions, choose_device, read_text, shapes_for
 from kbrl_async.kernels.kernelbench.files import CHANCES_FILE, pass_at_k_results
-from kbrl_async.kernels.kernelbench.formats import EVAL_FILE, Outcome, Sample, by_level, eval_results, samples
+from kbrl_async.kernels.kernelbench.formats import (
+    EVAL_FILE,
+    GeneratedSample,
+    SampleOutcome,
+    by_level,
+    eval_results,
+    samples,
+)
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.kernels.problems.finding import number
 from protocols.records import Problem
@@ -42,7 +49,7 @@ class RunResults(msgspec.Struct, frozen=True):
     """`kbrl_results.json`."""
 
     version: int
-    outcomes: list[Outcome]
+    outcomes: list[SampleOutcome]
 
 
 class RunOptions(msgspec.Struct, frozen=True):
@@ -55,16 +62,16 @@ class RunOptions(msgspec.Struct, frozen=True):
     verify: VerifyOptions = VerifyOptions()
 
 
-class Written(msgspec.Struct, frozen=True):
+class VerificationEnd(msgspec.Struct, frozen=True):
     """The end of a run folder's verification."""
 
-    outcomes: list[Outcome]
+    outcomes: list[SampleOutcome]
     files: list[str]
     kept: list[str]
     """Files of KernelBench's name that were there before and were left alone."""
 
 
-def _quiet(_outcome: Outcome) -> None:
+def _quiet(_outcome: SampleOutcome) -> None:
     pass
 
 
@@ -79,10 +86,10 @@ class RunFolder:
         self.known = self._recall()
         self.todo = [sample for sample in self.samples if not self._is_known(sample)]
 
-    def verify(self, done: Callable[[Outcome], None] = _quiet) -> Written:
+    def verify(self, done: Callable[[SampleOutcome], None] = _quiet) -> VerificationEnd:
         """All that is left to do; `done` is told of each as it ends."""
-        finished: queue.SimpleQueue[Outcome | BaseException] = queue.SimpleQueue()
-        stop, todo = threading.Event(), queue.SimpleQueue[Sample]()
+        finished: queue.SimpleQueue[SampleOutcome | BaseException] = queue.SimpleQueue()
+        stop, todo = threading.Event(), queue.SimpleQueue[GeneratedSample]()
         for sample in self.todo:
             todo.put(sample)
         count = min(self.options.workers, len(self.todo))
@@ -103,7 +110,7 @@ class RunFolder:
                 thread.join()
         return self._write()
 
-    def _finished(self, finished: queue.SimpleQueue[Outcome | BaseException]) -> Iterator[Outcome]:
+    def _finished(self, finished: queue.SimpleQueue[SampleOutcome | BaseException]) -> Iterator[SampleOutcome]:
         for _ in self.todo:
             outcome = finished.get()
             if isinstance(outcome, BaseException):
@@ -112,8 +119,8 @@ class RunFolder:
 
     def _work(
         self,
-        todo: queue.SimpleQueue[Sample],
-        finished: queue.SimpleQueue[Outcome | BaseException],
+        todo: queue.SimpleQueue[GeneratedSample],
+        finished: queue.SimpleQueue[SampleOutcome | BaseException],
         stop: threading.Event,
         cores: tuple[int, ...],
     ) -> None:
@@ -129,9 +136,9 @@ class RunFolder:
         except BaseException as error:  # a worker that dies silently would leave the folder waiting for ever
             finished.put(error)
 
-    def _one(self, sample: Sample, verifier: Verifier) -> Outcome:
+    def _one(self, sample: GeneratedSample, verifier: Verifier) -> SampleOutcome:
         """Host faults are tried again once; what is wrong with one sample never ends the folder."""
-        outcome = Outcome(sample.level, sample.problem, sample.sample, self._key(sample))
+        outcome = SampleOutcome(sample.level, sample.problem, sample.sample, self._key(sample))
         for attempt in range(_TRIES):
             try:
                 problem = self._problem(sample)
@@ -145,7 +152,7 @@ class RunFolder:
                 verifier.restart()
         return outcome
 
-    def _problem(self, sample: Sample) -> Problem:
+    def _problem(self, sample: GeneratedSample) -> Problem:
         text = read_text(Path(sample.path)) + "\n"
         reading = read_candidate(text, self.options.backend)
         backend = reading.candidate.backend if reading.candidate else ""
@@ -158,7 +165,7 @@ class RunFolder:
             raise ProblemError(f"{self._source} has no problem {sample.problem} in level {sample.level}")
         return problem
 
-    def _key(self, sample: Sample) -> str:
+    def _key(self, sample: GeneratedSample) -> str:
         options = self.options
         try:
             problem = self._problem(sample).source
@@ -170,28 +177,28 @@ class RunFolder:
         parts = (read_text(Path(sample.path)), problem, asked)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
-    def _recall(self) -> dict[tuple[int, int, int], Outcome]:
+    def _recall(self) -> dict[tuple[int, int, int], SampleOutcome]:
         """What earlier runs found. A line that was cut off by a crash is not there."""
-        outcomes: list[Outcome] = []
+        outcomes: list[SampleOutcome] = []
         with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
             data = (self.folder / RESULTS_FILE).read_bytes()
             outcomes += msgspec.json.decode(data, type=RunResults).outcomes
         with contextlib.suppress(FileNotFoundError):
             for line in (self.folder / JOURNAL_FILE).read_bytes().splitlines():
                 with contextlib.suppress(msgspec.DecodeError):
-                    outcomes.append(msgspec.json.decode(line, type=Outcome))
+                    outcomes.append(msgspec.json.decode(line, type=SampleOutcome))
         return {(o.level, o.problem, o.sample): o for o in outcomes}
 
-    def _is_known(self, sample: Sample) -> bool:
+    def _is_known(self, sample: GeneratedSample) -> bool:
         known = self.known.get((sample.level, sample.problem, sample.sample))
         return known is not None and not known.error and known.key == self._key(sample)
 
-    def _remember(self, outcome: Outcome) -> None:
+    def _remember(self, outcome: SampleOutcome) -> None:
         self.known[outcome.level, outcome.problem, outcome.sample] = outcome
         with (self.folder / JOURNAL_FILE).open("ab") as file:
             file.write(msgspec.json.encode(outcome) + b"\n")
 
-    def _write(self) -> Written:
+    def _write(self) -> VerificationEnd:
         there = {(s.level, s.problem, s.sample) for s in self.samples}
         outcomes = [outcome for key, outcome in sorted(self.known.items()) if key in there]
         ours = self.folder / RESULTS_FILE
@@ -210,7 +217,7 @@ class RunFolder:
                 else:
                     _replace(path, data)
                     files.append(str(path))
-        return Written(outcomes, files, kept)
+        return VerificationEnd(outcomes, files, kept)
 
 
 def _replace(path: Path, data: bytes) -> None:

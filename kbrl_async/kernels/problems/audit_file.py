@@ -27,7 +27,7 @@ OURS, KERNELBENCH, HALF = "ours", "kernelbench", "kernelbench_half"
 _ABOUT_NO_TOLERANCE = ("random", "cannot_run")
 
 
-class Trial(msgspec.Struct, frozen=True):
+class OutputTrial(msgspec.Struct, frozen=True):
     """An output that does not do the work, against the right one, over all inputs that were tried."""
 
     name: str
@@ -47,7 +47,7 @@ class Trial(msgspec.Struct, frozen=True):
     """Share of elements outside the tolerance on that set."""
 
 
-class Finding(msgspec.Struct, frozen=True):
+class AuditFinding(msgspec.Struct, frozen=True):
     """Something that makes a problem's scores say less than they seem to."""
 
     kind: str
@@ -67,8 +67,8 @@ class ProblemAudit(msgspec.Struct, frozen=True):
     problem_hash: str
     status: str
     reason: str = ""
-    findings: tuple[Finding, ...] = ()
-    trials: tuple[Trial, ...] = ()
+    findings: tuple[AuditFinding, ...] = ()
+    trials: tuple[OutputTrial, ...] = ()
     ours: str = ""
     """Empty where our own tolerances were tried too, else why not."""
     outputs: tuple[str, ...] = ()

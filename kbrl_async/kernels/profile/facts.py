@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from kbrl_async.kernels.profile import counters
-from kbrl_async.kernels.timing.roofline import Peaks, Work, floor_ms
+from kbrl_async.kernels.timing.roofline import Peaks, ReferenceWork, floor_ms
 from protocols.records import Timing
 
 CHARACTERS = 1200
@@ -61,7 +61,7 @@ class Roofline(msgspec.Struct, frozen=True):
     peak_gflops: float
 
     @classmethod
-    def of(cls, work: Work, peaks: Peaks) -> Roofline:
+    def of(cls, work: ReferenceWork, peaks: Peaks) -> Roofline:
         rate = peaks.half_gflops if work.half and peaks.half_gflops else peaks.fp32_gflops
         floor = floor_ms(work, peaks)
         bound = "arithmetic" if work.flops / rate / 1e6 >= floor else "memory"

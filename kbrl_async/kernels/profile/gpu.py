@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.kernels.backends.building.context import BuildContext
-from kbrl_async.kernels.backends.sanitize.parts import Task
+from kbrl_async.kernels.backends.sanitize.parts import SanitizeTask
 from kbrl_async.kernels.backends.sanitize.sanitize import ENOUGH_ADDRESSES, PACKAGES, python_environment
 from kbrl_async.kernels.profile import nsight
 from kbrl_async.kernels.profile.facts import KernelFacts
@@ -28,7 +28,7 @@ def kernels(
 ) -> tuple[tuple[KernelFacts, ...], str]:
     """What ran in one forward, longest first, and why there is not more; both may be empty."""
     with context.folder() as folder:
-        task = Task(problem.source, candidate.source, artifacts, str(folder), device, backend=candidate.backend)
+        task = SanitizeTask(problem.source, candidate.source, artifacts, str(folder), device, backend=candidate.backend)
         (folder / "task.json").write_bytes(msgspec.json.encode(task))
         environment = {**python_environment(folder), **{n: os.environ[n] for n in _PASSED if n in os.environ}}
         found, why = _by_nsight(context, task, folder, environment)
@@ -36,7 +36,7 @@ def kernels(
 
 
 def _by_nsight(
-    context: BuildContext, task: Task, folder: Path, environment: dict[str, str]
+    context: BuildContext, task: SanitizeTask, folder: Path, environment: dict[str, str]
 ) -> tuple[tuple[KernelFacts, ...], str]:
     program = nsight.program()
     if not program:
@@ -57,7 +57,7 @@ def _last_words(output: str) -> str:
 
 
 def _timeline(
-    context: BuildContext, task: Task, folder: Path, environment: dict[str, str], why: str
+    context: BuildContext, task: SanitizeTask, folder: Path, environment: dict[str, str], why: str
 ) -> tuple[tuple[KernelFacts, ...], str]:
     output = _run(context, [sys.executable, "-m", _MODULE, "task.json", "--timeline"], task, folder, environment)
     try:
@@ -74,7 +74,7 @@ def _plain(kernel: KernelFacts) -> KernelFacts:
 
 
 def _run(
-    context: BuildContext, command: list[str], task: Task, folder: Path, environment: dict[str, str], *read: str
+    context: BuildContext, command: list[str], task: SanitizeTask, folder: Path, environment: dict[str, str], *read: str
 ) -> str:
     return context.run(
         command,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.kernels.backends.sanitize.parts import Task
+from kbrl_async.kernels.backends.sanitize.parts import SanitizeTask
 from kbrl_async.kernels.backends.sanitize.recording import loaded
 from kbrl_async.kernels.profile.facts import KernelFacts
 
@@ -24,7 +24,7 @@ _INPUTS = "Memcpy HtoD"
 
 
 def main(task_file: str, *, timeline: bool) -> None:
-    task = msgspec.json.decode(Path(task_file).read_bytes(), type=Task)
+    task = msgspec.json.decode(Path(task_file).read_bytes(), type=SanitizeTask)
     forward = loaded(task)
     forward()  # what is made at the first call is not the kernel's
     if timeline:

@@ -38,7 +38,7 @@ def is_used_by(profile: str) -> bool:
     return profile in ("gpu", "gpu-tool")
 
 
-class _Pending:
+class _Postponed:
     """What `confine` leaves for `finish`, in this process."""
 
     program: bytes | None = None
@@ -51,19 +51,19 @@ def devices() -> list[str]:
 
 
 def postpone(program: bytes | None, limits: Limits) -> None:
-    _Pending.program, _Pending.limits = program, limits
+    _Postponed.program, _Postponed.limits = program, limits
 
 
 def finish(isolation: Isolation) -> Isolation:
     """Call before any untrusted code, once CUDA works in this process."""
     missing = [*isolation.missing, OPEN_SURFACE]
-    if _Pending.limits is not None:
-        ceiling = _data_bytes() + _Pending.limits.memory_bytes
+    if _Postponed.limits is not None:
+        ceiling = _data_bytes() + _Postponed.limits.memory_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (ceiling, ceiling))
     try:
-        if _Pending.program is None:
+        if _Postponed.program is None:
             raise OSError("no seccomp program could be built")
-        linux.seccomp_load_everywhere(_Pending.program)
+        linux.seccomp_load_everywhere(_Postponed.program)
     except OSError:
         missing.append("seccomp")
     lost = {"user namespace", "landlock", "seccomp"} <= set(missing)

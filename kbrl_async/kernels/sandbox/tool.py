@@ -10,7 +10,7 @@ import msgspec
 from kbrl_async.kernels.sandbox.wire import Isolation
 
 
-class Command(msgspec.Struct, frozen=True):
+class ToolCommand(msgspec.Struct, frozen=True):
     argv: list[str]
     folder: str
     environment: dict[str, str]
@@ -20,7 +20,7 @@ class Command(msgspec.Struct, frozen=True):
 
 def run(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
     """Never returns: the process becomes the tool. The isolation is said first, on the channel."""
-    command = msgspec.msgpack.decode(payload, type=Command)
+    command = msgspec.msgpack.decode(payload, type=ToolCommand)
     channel.send(msgspec.msgpack.encode(isolation))
     channel.close()
     os.chdir(command.folder)

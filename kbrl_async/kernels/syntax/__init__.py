@@ -4,6 +4,6 @@ Owns the parsing (`scope`), the normal form that hides names and constants (`nor
 (`operations`) and the terms that the offline embedder counts (`reading`). Code is data here: nothing of it is run.
 """
 
-from kbrl_async.kernels.syntax.reading import Reading, Unreadable, read
+from kbrl_async.kernels.syntax.reading import ReferenceFacts, Unreadable, read
 
-__all__ = ["Reading", "Unreadable", "read"]
+__all__ = ["ReferenceFacts", "Unreadable", "read"]

@@ -17,7 +17,7 @@ from kbrl_async.kernels.syntax.normal import Normal
 from kbrl_async.kernels.syntax.operations import operations
 from kbrl_async.kernels.syntax.scope import Scope, Unreadable
 
-__all__ = ["GROUPS", "Reading", "Unreadable", "read"]
+__all__ = ["GROUPS", "ReferenceFacts", "Unreadable", "read"]
 
 GROUPS = ("operations", "grams", "nodes")
 SYNONYMS = {"mm": "matmul", "bmm": "matmul", "truedivide": "div", "multiply": "mul", "subtract": "sub", "plus": "add"}
@@ -25,7 +25,7 @@ SYNONYMS = {"mm": "matmul", "bmm": "matmul", "truedivide": "div", "multiply": "m
 MAX_TERMS = 4_000
 
 
-class Reading(msgspec.Struct, frozen=True):
+class ReferenceFacts(msgspec.Struct, frozen=True):
     """What is known of a reference. The hashes are 63 bits; `chain_hash` is 0 where no operation was found."""
 
     code_hash: int
@@ -36,7 +36,7 @@ class Reading(msgspec.Struct, frozen=True):
     """Term groups: little-endian 32-bit hashes, repeated as often as they occur."""
 
 
-def read(source: str, entry_point: str = "Model") -> Reading:
+def read(source: str, entry_point: str = "Model") -> ReferenceFacts:
     """Reads `source`. Raises `Unreadable` with a reason that can be counted."""
     try:
         scope = Scope(source, entry_point)
@@ -48,7 +48,7 @@ def read(source: str, entry_point: str = "Model") -> Reading:
         f"{token}{number}" if number else token for token, number in zip(normal.tokens, normal.numbered, strict=True)
     )
     names = [SYNONYMS.get(name, name) for name in chain]
-    return Reading(
+    return ReferenceFacts(
         _hash63(numbered),
         _hash63(chain) if chain else 0,
         _pack(_runs(names, (1, 2, 3))),

@@ -126,7 +126,7 @@ class Order(msgspec.Struct, frozen=True):
     device: str = "cpu"
 
 
-class Made(msgspec.Struct, frozen=True):
+class CompiledBaseline(msgspec.Struct, frozen=True):
     """Empty `error`: the library is there."""
 
     error: str = ""
@@ -144,9 +144,9 @@ def compile_child(channel: socket.socket, payload: bytes, fds: list[int], isolat
     os.environ["USER"] = os.environ["LOGNAME"] = "bench"
     warnings.simplefilter("ignore")  # of torch about itself
     try:
-        made = Made(single=compile_library(order))
+        made = CompiledBaseline(single=compile_library(order))
     except Exception as error:
-        made = Made(f"{type(error).__name__}: {error}"[:400])
+        made = CompiledBaseline(f"{type(error).__name__}: {error}"[:400])
     channel.send(msgspec.msgpack.encode(made))
 
 

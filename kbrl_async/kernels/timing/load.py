@@ -24,7 +24,7 @@ PROC = Path("/proc")
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class CpuCounters(msgspec.Struct, frozen=True):
     """Counters since boot, in seconds, of the cores that were asked for."""
 
     at: float
@@ -39,7 +39,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """What this bench itself used."""
 
 
-class Load(msgspec.Struct, frozen=True):
+class HostLoad(msgspec.Struct, frozen=True):
     """Between two snapshots; shares of the wall time of one core."""
 
     seconds: float
@@ -68,13 +68,13 @@ def snapshot(
     proc: Path = PROC,
     own_s: Callable[[], float] = time.process_time,
     clock: Callable[[], float] = time.monotonic,
-) -> Snapshot:
+) -> CpuCounters:
     """Counters of these cores, or of all where none is named."""
     busy, steal = _stat(proc, cores)
-    return Snapshot(clock(), busy, steal, _schedstat(proc, cores), _pressure(proc), _runnable(proc), own_s())
+    return CpuCounters(clock(), busy, steal, _schedstat(proc, cores), _pressure(proc), _runnable(proc), own_s())
 
 
-def between(before: Snapshot, after: Snapshot, cores: int = 1) -> Load:
+def between(before: CpuCounters, after: CpuCounters, cores: int = 1) -> HostLoad:
     """`cores`: how many the snapshots cover."""
     seconds = max(after.at - before.at, 1e-9)
 
@@ -83,7 +83,7 @@ def between(before: Snapshot, after: Snapshot, cores: int = 1) -> Load:
             return None
         return max(0.0, second - first - taken) / seconds / cores
 
-    return Load(
+    return HostLoad(
         seconds,
         share(before.busy_s, after.busy_s, after.own_s - before.own_s),
         share(before.steal_s, after.steal_s),
@@ -94,14 +94,14 @@ def between(before: Snapshot, after: Snapshot, cores: int = 1) -> Load:
 
 
 def wait_until_quiet(
-    look: Callable[[], Snapshot],
+    look: Callable[[], CpuCounters],
     *,
     limit: float = 0.1,
     patience_s: float = 1.0,
     slice_s: float = 0.05,
     cores: int = 1,
     sleep: Callable[[float], None] = time.sleep,
-) -> tuple[Load, float]:
+) -> tuple[HostLoad, float]:
     """Sleep in slices until one was quiet or patience ends: the last slice's load, and the seconds that were waited.
 
     A slice in which this bench sleeps shows others alone. A first look is free where patience is 0.
@@ -160,7 +160,7 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-class Watch:
+class LoadWatch:
     """Load over one measurement, and the waiting that disturbed pairs cause::
 
     watch = Watch(cores, own_s, patience_s=0.25)
@@ -171,7 +171,7 @@ class Watch:
 
     def __init__(
         self,
-        look: Callable[[], Snapshot],
+        look: Callable[[], CpuCounters],
         *,
         cores: int = 1,
         limit: float = 0.1,
@@ -195,5 +195,5 @@ class Watch:
     def clock(self) -> float:
         return time.monotonic() - self.waited_s
 
-    def load(self) -> Load:
+    def load(self) -> HostLoad:
         return between(self._begin, self._look(), self._cores)

@@ -48,7 +48,7 @@ class Trial(msgspec.Struct, frozen=True):
     throttle: list[str] = msgspec.field(default_factory=list)
 
 
-class Row(msgspec.Struct, frozen=True):
+class CaseRow(msgspec.Struct, frozen=True):
     """All trials of one case. Rates are of the intervals as a reward sees them, widened by `share`."""
 
     case: str
@@ -69,10 +69,10 @@ class Row(msgspec.Struct, frozen=True):
     """Worst error of other ways to time the same, by name."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class ResolutionReport(msgspec.Struct, frozen=True):
     hardware: str
-    rows: list[Row]
-    truths: list[Row] = msgspec.field(default_factory=list)
+    rows: list[CaseRow]
+    truths: list[CaseRow] = msgspec.field(default_factory=list)
     """The A/B table, where one was asked for."""
     load: float = 0.0
     clocks: dict[str, float] = msgspec.field(default_factory=dict)
@@ -125,7 +125,7 @@ def _chi_square(share: float, freedom: int) -> float:
     return float(chdtri(freedom, 1 - share))
 
 
-def summarise(case: str, trials: Sequence[Trial], share: float | None = None, **methods: float) -> Row:
+def summarise(case: str, trials: Sequence[Trial], share: float | None = None, **methods: float) -> CaseRow:
     """`share`: None to estimate it from these trials, which then are A/A; else the one that was in use."""
     if not trials:
         raise ValueError(f"{case} has no trials")
@@ -133,7 +133,7 @@ def summarise(case: str, trials: Sequence[Trial], share: float | None = None, **
     lows = [trial.lo / (1 + width) for trial in trials]
     highs = [trial.hi * (1 + width) for trial in trials]
     both = list(zip(lows, highs, (trial.truth for trial in trials), strict=True))
-    return Row(
+    return CaseRow(
         case,
         statistics.median(trial.ms for trial in trials),
         len(trials),
@@ -179,7 +179,7 @@ def for_run(cache: Path, run_dir: Path, hardware: str) -> tuple[Point, ...]:
     return () if report is None else report.points()
 
 
-def save(report: Report, path: Path) -> None:
+def save(report: ResolutionReport, path: Path) -> None:
     """Atomic: a reader sees the old report or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
@@ -187,10 +187,10 @@ def save(report: Report, path: Path) -> None:
     part.replace(path)
 
 
-def load(path: Path, hardware: str) -> Report | None:
+def load(path: Path, hardware: str) -> ResolutionReport | None:
     """The report kept there; None where there is none, it does not parse, or it is of other hardware."""
     try:
-        report = msgspec.json.decode(path.read_bytes(), type=Report)
+        report = msgspec.json.decode(path.read_bytes(), type=ResolutionReport)
     except (OSError, msgspec.MsgspecError):
         return None
     return report if report.hardware == hardware else None

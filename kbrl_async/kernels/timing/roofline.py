@@ -37,7 +37,7 @@ _L2_OVER_MEMORY = 4.0
 """More than a GPU's L2 is faster than its memory. A copy within it takes less than a launch, so it is not measured."""
 
 
-class Work(msgspec.Struct, frozen=True):
+class ReferenceWork(msgspec.Struct, frozen=True):
     """Of one call of a reference. `flops` are those that torch counts: matrix products, convolutions, attention."""
 
     input_bytes: int
@@ -70,7 +70,7 @@ class Peaks(msgspec.Struct, frozen=True):
 # ── pure ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def floor_ms(work: Work, peaks: Peaks) -> float:
+def floor_ms(work: ReferenceWork, peaks: Peaks) -> float:
     """Shortest time in which the work can be done.
 
     Only what does not fit the last-level cache must come from memory: the outputs of one call may stay there, and
@@ -83,22 +83,22 @@ def floor_ms(work: Work, peaks: Peaks) -> float:
     return max(moving, work.flops / rate / 1e6)
 
 
-def fraction(work: Work, peaks: Peaks, ms: float) -> float:
+def fraction(work: ReferenceWork, peaks: Peaks, ms: float) -> float:
     """Floor over time: 1 is as fast as this hardware can be. Not cut at 1, as a value above tells of a wrong peak."""
     return floor_ms(work, peaks) / ms if ms > 0 else float("inf")
 
 
-def least_ms(work: Work, peaks: Peaks, slack: float = SLACK) -> float:
+def least_ms(work: ReferenceWork, peaks: Peaks, slack: float = SLACK) -> float:
     """What no honest kernel beats."""
     return (1 - slack) * floor_ms(msgspec.structs.replace(work, flops=int(work.flops / SAVED)), peaks)
 
 
-def is_impossible(work: Work, peaks: Peaks, ms: float, *, call_ms: float = 0.005) -> bool:
+def is_impossible(work: ReferenceWork, peaks: Peaks, ms: float, *, call_ms: float = 0.005) -> bool:
     """`call_ms`: what the bench may have subtracted too much; a floor below that proves nothing."""
     return ms + call_ms < least_ms(work, peaks)
 
 
-def evidence(work: Work, peaks: Peaks, times_ms: Sequence[float]) -> str:
+def evidence(work: ReferenceWork, peaks: Peaks, times_ms: Sequence[float]) -> str:
     """The sentence for a verdict, if at least two independent measurements are impossible; else empty."""
     if len(times_ms) < 2 or not all(is_impossible(work, peaks, ms) for ms in times_ms):
         return ""
@@ -135,7 +135,7 @@ def size_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(seen.values())
 
 
-def count(model: torch.nn.Module, inputs: Sequence[Any]) -> Work:
+def count(model: torch.nn.Module, inputs: Sequence[Any]) -> ReferenceWork:
     """Work of `model(*inputs)`. Runs it once, so only for a trusted reference, in its child or on fake tensors.
 
     Parameters count once each as they must be read; inputs too, though a reference may ignore some: see `used`.
@@ -146,10 +146,12 @@ def count(model: torch.nn.Module, inputs: Sequence[Any]) -> Work:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         outputs = tensors_in(model(*inputs))
     half = any(t.dtype in (torch.float16, torch.bfloat16) for t in given)
-    return Work(size_of(given), size_of(outputs), size_of(model.parameters()), int(counter.get_total_flops()), half)
+    return ReferenceWork(
+        size_of(given), size_of(outputs), size_of(model.parameters()), int(counter.get_total_flops()), half
+    )
 
 
-def count_source(source: str, entry: str = "Model") -> Work | None:
+def count_source(source: str, entry: str = "Model") -> ReferenceWork | None:
     """Work of a problem's reference by shapes alone, without memory or time: fake tensors stand for all.
 
     Runs the problem's source in this process, so call it where that is trusted or confined. None where its forward
@@ -176,7 +178,7 @@ def count_child(channel: socket.socket, payload: bytes, fds: list[int], isolatio
     channel.send(msgspec.msgpack.encode(count_source(payload.decode())))
 
 
-def _count_fake(model: torch.nn.Module, inputs: list[Any]) -> Work:
+def _count_fake(model: torch.nn.Module, inputs: list[Any]) -> ReferenceWork:
     from torch.utils.flop_counter import FlopCounterMode
 
     def size(tensors: Iterable[torch.Tensor]) -> int:
@@ -186,7 +188,7 @@ def _count_fake(model: torch.nn.Module, inputs: list[Any]) -> Work:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         outputs = tensors_in(model(*inputs))
     half = any(t.dtype in (torch.float16, torch.bfloat16) for t in given)
-    return Work(size(given), size(outputs), size(model.parameters()), int(counter.get_total_flops()), half)
+    return ReferenceWork(size(given), size(outputs), size(model.parameters()), int(counter.get_total_flops()), half)
 
 
 # ── peaks: thin probes, once per host ───────────────────────────────────────────────────────────────────────────────

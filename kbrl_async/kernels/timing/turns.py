@@ -35,10 +35,10 @@ class Stands(Protocol):
     def thaw(self) -> None: ...
 
 
-class Turns:
+class DeviceTurns:
     """Of one process, on the device that `path` stands for; the file is made where it is missing."""
 
-    _at_work: list[Turns] = []  # noqa: RUF012 - of the process: whoever waits in it for a child looks here
+    _at_work: list[DeviceTurns] = []  # noqa: RUF012 - of the process: whoever waits in it for a child looks here
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from kbrl_async.kernels.backends.backend import LIBRARY
 from kbrl_async.kernels.problems.cases import cases
 from kbrl_async.kernels.sandbox import Access, Limits, Zygote
 from kbrl_async.kernels.timing import Interval
-from kbrl_async.kernels.timing.baselines import Made, Order, over, wrapper
+from kbrl_async.kernels.timing.baselines import CompiledBaseline, Order, over, wrapper
 from kbrl_async.kernels.timing.combining import Part, combined
 from kbrl_async.kernels.verify.bench import Bench
 from protocols.records import Candidate, Fault, Problem, Timing
@@ -24,7 +24,7 @@ from protocols.records import Candidate, Fault, Problem, Timing
 _ENTRY = "kbrl_async.kernels.timing.baselines:compile_child"
 
 
-class _Library(msgspec.Struct, frozen=True):
+class _TorchBaseline(msgspec.Struct, frozen=True):
     path: Path
     single: bool
 
@@ -42,7 +42,7 @@ class Baselines:
         self._bench, self._deadline_s = bench, deadline_s
         self._folder = Path(tempfile.mkdtemp(prefix="kbrl-baselines-"))
         self._zygote: Zygote | None = None
-        self._libraries: dict[tuple[str, str], _Library | str] = {}
+        self._libraries: dict[tuple[str, str], _TorchBaseline | str] = {}
 
     def __enter__(self) -> Baselines:
         return self
@@ -102,16 +102,16 @@ class Baselines:
             return f"the compiled reference ends {report.verdict.fault.value}: {report.verdict.message[:200]}"
         return report.timing
 
-    def _runs(self, problem: Problem, library: _Library) -> str:
+    def _runs(self, problem: Problem, library: _TorchBaseline) -> str:
         return wrapper(problem.source, str(library.path), single=library.single, device=self._bench.device)
 
-    def _library(self, problem: Problem, name: str) -> _Library | str:
+    def _library(self, problem: Problem, name: str) -> _TorchBaseline | str:
         key = (hashlib.sha256(problem.source.encode()).hexdigest()[:16], name)
         if key not in self._libraries:
             self._libraries[key] = self._compiled(problem.source, name, self._folder / "-".join(key))
         return self._libraries[key]
 
-    def _compiled(self, source: str, name: str, folder: Path) -> _Library | str:
+    def _compiled(self, source: str, name: str, folder: Path) -> _TorchBaseline | str:
         shutil.rmtree(folder, ignore_errors=True)  # of a compilation that failed
         folder.mkdir()
         library = folder / "reference.so"
@@ -132,5 +132,5 @@ class Baselines:
             child.close()
         if not data:
             raise InfraError("the child that compiles a baseline died", "The host may lack memory")
-        made = msgspec.msgpack.decode(data, type=Made)
-        return made.error or _Library(library, made.single)
+        made = msgspec.msgpack.decode(data, type=CompiledBaseline)
+        return made.error or _TorchBaseline(library, made.single)

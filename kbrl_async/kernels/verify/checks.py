@@ -29,11 +29,11 @@ from kbrl_async.kernels.problems.beside import modules_of
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import compare, proof, similarity, wire
-from kbrl_async.kernels.verify.cpu.replay import Refused, ReplaySession
+from kbrl_async.kernels.verify.cpu.replay import CpuReplaySession, NoReplay
 from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Judged, Outcome, Session, Submission
+from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Judged, Session, Submission
 from kbrl_async.kernels.verify.sets import InputSet, follows_inputs, place, tensors_of
 from protocols.records import OBSERVED, REPLAYED, Candidate, Fault
 
@@ -137,7 +137,7 @@ class Checker:
             return
         try:
             self.session = self.reference.replayed(self._zygote, session, artifacts, self)
-        except Refused as reason:
+        except NoReplay as reason:
             self.trust_reason = str(reason)
             return
         self._release(session)
@@ -157,7 +157,7 @@ class Checker:
         """Whether somebody else wrote it: what is measured of torch itself is ours."""
         return self._backend.needs_own_kernels
 
-    def is_right(self, session: Judged, outcome: Outcome, input_set: InputSet) -> bool:
+    def is_right(self, session: Judged, outcome: ForwardOutcome, input_set: InputSet) -> bool:
         """Whether a call of its answers these inputs."""
         try:
             got = self.outputs(outcome, session)
@@ -254,7 +254,7 @@ class Checker:
     def _not_needed(self, input_set: InputSet) -> proof.Finding | None:
         """Of a replay: without its own kernels, is it right, or does an operator's result hold the answer? Asked of a
         process in which they never were."""
-        assert isinstance(self.session, ReplaySession)
+        assert isinstance(self.session, CpuReplaySession)
         with contextlib.closing(self.session.muted()) as session:
             self.reference.attach(session)
             try:
@@ -268,7 +268,7 @@ class Checker:
         """Where gradients are asked for: are they right without the own kernels that upstream gradients reach?"""
         if not self.reference.declared.backward:
             return None
-        assert isinstance(self.session, ReplaySession)
+        assert isinstance(self.session, CpuReplaySession)
         upstream = tensors_of(self.reference.tree, len(self.reference.tree[1]) - 1)
         session = self.session.without_backward(upstream)
         if session is None:
@@ -299,7 +299,7 @@ class Checker:
                     return proof.passed_on(name.partition(" ")[2])
         return None
 
-    def _parts(self, outcome: Outcome) -> tuple[Outcome, dict[str, wire.TensorMeta]]:
+    def _parts(self, outcome: ForwardOutcome) -> tuple[ForwardOutcome, dict[str, wire.TensorMeta]]:
         try:
             return outcome.parts()
         except ValueError as error:
@@ -369,7 +369,7 @@ class Checker:
             ).wrong
         )
 
-    def outputs(self, outcome: Outcome, session: Judged | None = None) -> list[torch.Tensor]:
+    def outputs(self, outcome: ForwardOutcome, session: Judged | None = None) -> list[torch.Tensor]:
         """The outputs as tensors of ours, after their structure, types and shapes were found right."""
         session = session or self.session
         assert session is not None
@@ -425,7 +425,7 @@ class Checker:
                 text = "an output returned earlier was overwritten by a later call: allocate a new output in each call"
                 raise CandidateFault(Fault.INCORRECT, text, "output_overwritten")
 
-    def refuse_aliasing(self, slot: int, outcome: Outcome, got: list[torch.Tensor]) -> None:
+    def refuse_aliasing(self, slot: int, outcome: ForwardOutcome, got: list[torch.Tensor]) -> None:
         """Before its next call.
 
         :raises CandidateFault: an output lies in an input's memory.

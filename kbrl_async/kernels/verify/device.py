@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kbrl_async.kernels.problems.workloads import Bound
     from kbrl_async.kernels.verify.checks import Checker
     from kbrl_async.kernels.verify.family import Family
-    from kbrl_async.kernels.verify.reference import Reference, Share
+    from kbrl_async.kernels.verify.reference import Reference, ReferenceChild
 
 _KINDS = {
     "cpu": "kbrl_async.kernels.verify.cpu.device:CpuDevice",
@@ -82,7 +82,7 @@ class Device:
     def sibling(
         self,
         bound: Bound,
-        shares: dict[tuple[str, ...], Share],
+        shares: dict[tuple[str, ...], ReferenceChild],
         zygote: Zygote,
         options: BenchOptions,
         rng: random.Random,

@@ -12,7 +12,7 @@ WHOLE = Workload()
 """Of a problem that has no other."""
 
 
-class Case(msgspec.Struct, frozen=True):
+class WorkloadCase(msgspec.Struct, frozen=True):
     workload: Workload
     reference: Reference
 
@@ -20,7 +20,7 @@ class Case(msgspec.Struct, frozen=True):
 class Family:
     """The references of one problem, one for each workload; those of one module share a child and its weights."""
 
-    def __init__(self, source: str, cases: list[Case]) -> None:
+    def __init__(self, source: str, cases: list[WorkloadCase]) -> None:
         self.source, self.cases = source, cases
         self.uses = 0
         self.timings: dict[tuple[str, str], Timing] = {}

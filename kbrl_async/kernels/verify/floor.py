@@ -12,18 +12,18 @@ import msgspec
 
 from kbrl_async.kernels.sandbox import Access, Limits, Zygote
 from kbrl_async.kernels.timing import roofline
-from kbrl_async.kernels.timing.roofline import Peaks, Work
+from kbrl_async.kernels.timing.roofline import Peaks, ReferenceWork
 from kbrl_async.kernels.verify.reference import Reference
 from protocols.records import Problem, Timing
 
 
-def work_of(reference: Reference) -> Work:
+def work_of(reference: Reference) -> ReferenceWork:
     """Bytes that a call must move. Of the weights only what the constructor made; flops are not known here."""
     weights = sum(
         math.prod(meta.shape) * _itemsize(meta.dtype) for _, meta in reference.ready.weights
     )  # counted once, though a kernel may keep them in a cache
     expected = reference.wanted
-    return Work(roofline.size_of(reference.examples), roofline.size_of(expected), weights)
+    return ReferenceWork(roofline.size_of(reference.examples), roofline.size_of(expected), weights)
 
 
 def _itemsize(dtype: str) -> int:
@@ -33,7 +33,7 @@ def _itemsize(dtype: str) -> int:
     return found.itemsize
 
 
-def counted(problem: Problem, deadline_s: float = 60.0) -> Work | None:
+def counted(problem: Problem, deadline_s: float = 60.0) -> ReferenceWork | None:
     """Bytes and flops of a problem by shapes alone, in a confined child; None where that needs values, or fails."""
     with Zygote(("torch", "kbrl_async.kernels.timing.roofline")) as zygote:
         limits = Limits(cpu_s=int(deadline_s))
@@ -47,7 +47,7 @@ def counted(problem: Problem, deadline_s: float = 60.0) -> Work | None:
             return None
         finally:
             child.close()
-    return msgspec.msgpack.decode(data, type=Work | None) if data else None
+    return msgspec.msgpack.decode(data, type=ReferenceWork | None) if data else None
 
 
 class Floor:
@@ -61,7 +61,7 @@ class Floor:
     ) -> None:
         self._peaks, self._again = peaks, again
         self._is_degenerate = bool(reference.problem.flags)
-        self._work = work_of(reference) if peaks is not None else Work(0, 0)
+        self._work = work_of(reference) if peaks is not None else ReferenceWork(0, 0)
 
     def is_beaten_by(self, timing: Timing) -> bool:
         if self._peaks is None or self._is_degenerate:

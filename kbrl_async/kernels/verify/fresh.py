@@ -75,7 +75,7 @@ def _is_distinct(tensor: torch.Tensor) -> bool:
     return rows.shape[-1] > 3 and bool((rows[:, 1:] != rows[:, :-1]).all())
 
 
-class Weights:
+class SecretWeights:
     """Secret numbers in (0, 1), of which each use takes a window at a secret place."""
 
     def __init__(self, most: int, device: torch.device, rng: random.Random) -> None:
@@ -99,7 +99,7 @@ def blend(
     three: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     structure: Structure,
     is_number: bool,
-    weights: Weights,
+    weights: SecretWeights,
     rng: random.Random,
 ) -> None:
     """Write values from the first two into the third. All are of one shape and layout, dense in some order."""
@@ -146,7 +146,7 @@ class Pool:
         self._structures = ["fixed" if i in fixed else structure_of(same) for i, same in enumerate(inputs)]
         self._are_numbers = [all(map(is_continuous, same)) for same in inputs]
         device = inputs[0][0].device if inputs else torch.device("cpu")
-        self._weights = Weights(max((one.numel() for one in examples), default=0), device, rng)
+        self._weights = SecretWeights(max((one.numel() for one in examples), default=0), device, rng)
 
     def _shaped(self, draw: list[torch.Tensor]) -> list[torch.Tensor]:
         return [like(block, one) for block, one in zip(draw, self._examples, strict=True)]

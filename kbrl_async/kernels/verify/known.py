@@ -3,10 +3,10 @@
 ::
 
     first draw ─▶ Sizes ─▶ all sets at once? ─▶ `Held`
-                       └─▶ one at a time?    ─▶ `Asked`: drawn, varied and answered again whenever it is looked at
+                       └─▶ one at a time?    ─▶ `AskedSet`: drawn, varied and answered again whenever it is looked at
                        └─▶ not even that: `ProblemError`, in bytes
 
-Of `Asked` sets the last one that was looked at is in memory, and no other.
+Of `AskedSet` sets the last one that was looked at is in memory, and no other.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class Recent:
     """The one set that is in memory."""
 
     def __init__(self) -> None:
-        self._of: Asked | None = None
+        self._of: AskedSet | None = None
         self._values: Held | None = None
 
-    def get(self, one: Asked, make: Callable[[], Held]) -> Held:
+    def get(self, one: AskedSet, make: Callable[[], Held]) -> Held:
         if self._of is not one or self._values is None:
             self.forget()
             self._values, self._of = make(), one
@@ -114,7 +114,7 @@ class Recent:
         self._of = self._values = None
 
 
-class Asked:
+class AskedSet:
     """`make` draws, varies and asks the reference, the same each time."""
 
     held: Blocks = []  # noqa: RUF012 - nothing, ever

@@ -19,19 +19,19 @@ from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import compare, values, wire
-from kbrl_async.kernels.verify.cpu.replay import Judging, Replays, ReplaySession
+from kbrl_async.kernels.verify.cpu.replay import CpuReplays, CpuReplaySession, Judging
 from kbrl_async.kernels.verify.forecast import forecast
 from kbrl_async.kernels.verify.fresh import Pool
 from kbrl_async.kernels.verify.inputs import host_bytes, kinds_for
-from kbrl_async.kernels.verify.known import Asked, Draws, Held, Recent, Redrawn, Sizes, outlines, size_of
+from kbrl_async.kernels.verify.known import AskedSet, Draws, Held, Recent, Redrawn, Sizes, outlines, size_of
 from kbrl_async.kernels.verify.memory import copied, may_read_children, memory_file, seal
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
-from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session, Submission
+from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Judged, Session, Submission
 from kbrl_async.kernels.verify.sets import InputSet, SetMaker, place
 from protocols.records import Problem
 
 
-class Share:
+class ReferenceChild:
     """The reference child of all workloads of one module, and its weights."""
 
     def __init__(self, module: Problem) -> None:
@@ -56,16 +56,16 @@ class Reference:
         rng: random.Random,
         tick: Tick = no_tick,
         *,
-        share: Share | None = None,
+        share: ReferenceChild | None = None,
         inputs: str = "",
     ) -> None:
         """`share`: a child that several workloads have together; `inputs`: the text that makes those of this one."""
         self.problem, self._options, self._rng, self.tick = problem, options, rng, tick
-        self._share, self._inputs = share or Share(problem), inputs
+        self._share, self._inputs = share or ReferenceChild(problem), inputs
         first = self._share.first
         self.seed: int = rng.getrandbits(31) if first is None else first.seed
         self._rehearsals: list[InputSet] = []
-        self._replays = Replays(options)
+        self._replays = CpuReplays(options)
         self.needed = 0
         """Bytes at the peak of a verification, as predicted."""
         try:
@@ -164,7 +164,7 @@ class Reference:
 
     def release(self, twin: Session) -> None:
         """A twin is needed no more."""
-        if isinstance(twin, ReplaySession):
+        if isinstance(twin, CpuReplaySession):
             self._replays.keep(twin)
         else:
             twin.close()
@@ -211,7 +211,7 @@ class Reference:
                 blocks = self._draw(seed)
                 return Held(blocks, self.ask(wire.OP_RUN, blocks)[1])
 
-            known = make() if self.keeps_sets else Asked(self._recent, make)
+            known = make() if self.keeps_sets else AskedSet(self._recent, make)
             self._rehearsals.append(InputSet("rehearsal", known, first.tolerances, first.mutated))
         return self._rehearsals[number]
 
@@ -297,7 +297,7 @@ class Reference:
             self.attach(self.session)
             self._share.attached = id(self)
 
-    def ask(self, op: int, blocks: list[torch.Tensor]) -> tuple[Outcome, list[torch.Tensor]]:
+    def ask(self, op: int, blocks: list[torch.Tensor]) -> tuple[ForwardOutcome, list[torch.Tensor]]:
         """One call on these inputs (slot 0): its outcome, and copies of its outputs."""
         self.claim()
         for slot, block in zip(self.session.slots[0], blocks, strict=True):
@@ -316,6 +316,6 @@ class Reference:
     def _forget_outputs(self) -> None:
         """Of the reference's child, where memory is short; on a processor others have none of its."""
 
-    def read(self, outcome: Outcome) -> list[torch.Tensor]:
+    def read(self, outcome: ForwardOutcome) -> list[torch.Tensor]:
         """Copies of the outputs of a call of the reference."""
         return [self.session.read(meta) for meta in outcome.tensors]

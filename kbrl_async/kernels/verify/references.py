@@ -12,10 +12,10 @@ from kbrl_async.kernels.problems.cases import cases
 from kbrl_async.kernels.problems.workloads import NO_GROUP, Bound
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify.device import Device, device_of
-from kbrl_async.kernels.verify.family import WHOLE, Case, Family
+from kbrl_async.kernels.verify.family import WHOLE, Family, WorkloadCase
 from kbrl_async.kernels.verify.memory import give_back
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
-from kbrl_async.kernels.verify.reference import Reference, Share
+from kbrl_async.kernels.verify.reference import Reference, ReferenceChild
 from protocols.records import Problem
 
 _LIGHT_POOL = 2
@@ -73,8 +73,8 @@ class References:
         several = cases(problem, self._rng)
         if not several:
             made = self._device.reference(self._zygote, problem, self._options, self._rng, self._kept, tick)
-            return Family(problem.source, [Case(WHOLE, made)])
-        family, shares = Family(problem.source, []), dict[tuple[str, ...], Share]()
+            return Family(problem.source, [WorkloadCase(WHOLE, made)])
+        family, shares = Family(problem.source, []), dict[tuple[str, ...], ReferenceChild]()
         try:
             for bound in several:
                 if not self._add(family, bound, shares, tick) and bound.workload.group > 0:
@@ -84,7 +84,7 @@ class References:
             raise
         return family
 
-    def _add(self, family: Family, bound: Bound, shares: dict[tuple[str, ...], Share], tick: Tick) -> bool:
+    def _add(self, family: Family, bound: Bound, shares: dict[tuple[str, ...], ReferenceChild], tick: Tick) -> bool:
         """Whether the workload is there: a tail that the reference does not take is none, nor a group too many."""
         options, workload = self._options, bound.workload
         if family.cases:
@@ -95,7 +95,7 @@ class References:
             if workload.is_tail or NO_GROUP in str(error):
                 return False
             raise ProblemError(f"on workload {workload.name}: {error.cause}", error.cure) from error
-        family.cases.append(Case(workload, made))
+        family.cases.append(WorkloadCase(workload, made))
         return True
 
     def _are_too_many(self) -> bool:

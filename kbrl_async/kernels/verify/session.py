@@ -81,14 +81,14 @@ class Judged(Protocol):
 
     @property
     def host_pid(self) -> int: ...
-    def call(self, op: int, slot: int, deadline_s: float) -> Outcome: ...
+    def call(self, op: int, slot: int, deadline_s: float) -> ForwardOutcome: ...
     def again(self, op: int, slot: int, metas: list[wire.TensorMeta], deadline_s: float) -> list[wire.TensorMeta]: ...
     def read(self, meta: wire.TensorMeta) -> torch.Tensor: ...
     def disarm(self, artifacts: list[Path]) -> int: ...
     def close(self) -> None: ...
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ForwardOutcome(msgspec.Struct, frozen=True):
     elapsed_ns: int
     waited_ns: int
     used_ns: int
@@ -100,7 +100,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """CPU time of the child from before the order until it stood still: work that it does before its order came, or
     after its answer, is in here and not in `elapsed_ns`."""
 
-    def parts(self) -> tuple[Outcome, dict[str, wire.TensorMeta]]:
+    def parts(self) -> tuple[ForwardOutcome, dict[str, wire.TensorMeta]]:
         """Of a replay with own kernels off: its outputs, and what operators computed by number and name.
 
         :raises ValueError: it is no such outcome.
@@ -194,13 +194,15 @@ class Session:
         except (ValueError, RuntimeError) as error:
             raise self.forged("an input lies outside of its file") from error
 
-    def call(self, op: int, slot: int, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter) -> Outcome:
+    def call(
+        self, op: int, slot: int, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter
+    ) -> ForwardOutcome:
         """One call; the child is frozen afterwards until the next one, so that its outputs stand still."""
         nonce = secrets.randbits(64)
         elapsed, waited, used, worked, done = self._exchange(wire.GO.pack(op, slot, nonce), deadline_s, meter)
         if not isinstance(done, wire.Done) or done.nonce != nonce or (done.trace is not None) != (op in _TOLD):
             raise self.forged()
-        return Outcome(elapsed, waited, used, done.tree, done.tensors, done.trace, worked)
+        return ForwardOutcome(elapsed, waited, used, done.tree, done.tensors, done.trace, worked)
 
     def record(self, slot: int, deadline_s: float) -> wire.Taped:
         """One run, written down. What it says is a proposal."""

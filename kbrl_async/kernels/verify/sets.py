@@ -26,9 +26,9 @@ from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.kernels.verify import compare, inputs, values, wire
 from kbrl_async.kernels.verify.fresh import Pool, like
-from kbrl_async.kernels.verify.known import Asked, Draws, Held, Known, Recent, outlines
+from kbrl_async.kernels.verify.known import AskedSet, Draws, Held, Known, Recent, outlines
 from kbrl_async.kernels.verify.options import Tick, no_tick
-from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session
+from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Judged, Session
 from kbrl_async.kernels.verify.tolerance import FP8_SUM, HALF, HONEST_FACTOR, is_noise, relative_of
 
 _NARROW = re.compile(r"\b(float16|bfloat16|half|float8\w*)\b")
@@ -69,7 +69,7 @@ class Oracle(Protocol):
     session: Session
     examples: list[torch.Tensor]
 
-    def ask(self, op: int, blocks: list[torch.Tensor]) -> tuple[Outcome, list[torch.Tensor]]:
+    def ask(self, op: int, blocks: list[torch.Tensor]) -> tuple[ForwardOutcome, list[torch.Tensor]]:
         """One call on these inputs (slot 0): its outcome, and copies of its outputs."""
 
     def recall(self) -> None:
@@ -207,7 +207,7 @@ class SetMaker:
         if not self.sets:
             self._refuse_random(blocks, expected, tolerances)
         is_degenerate_ = is_degenerate(blocks, expected, forgiving)
-        known = Held(blocks, expected) if self._keeps else Asked(self._recent, lambda: self._again(make))
+        known = Held(blocks, expected) if self._keeps else AskedSet(self._recent, lambda: self._again(make))
         return InputSet(kind.name, known, forgiving, mutated, is_degenerate_)
 
     def _again(self, make: Callable[[], list[torch.Tensor]]) -> Held:
@@ -251,7 +251,7 @@ class SetMaker:
             _distance(*pair, share=relative_of(pair[1].dtype)) if pair[1].dtype in HALF else 0.0 for pair in pairs
         ]
 
-    def _learn(self, outcome: Outcome, expected: list[torch.Tensor], mutated: bool) -> None:
+    def _learn(self, outcome: ForwardOutcome, expected: list[torch.Tensor], mutated: bool) -> None:
         self.reference_s = 0.0
         self.out_tree, self.wanted = outcome.tree, outlines(expected)
         self._keeps, self._widens = self._plan(self.wanted)
@@ -326,7 +326,7 @@ class SetMaker:
             )
 
 
-def follows_inputs(session: Judged, slot: int, outcome: Outcome, outputs: list[torch.Tensor]) -> bool:
+def follows_inputs(session: Judged, slot: int, outcome: ForwardOutcome, outputs: list[torch.Tensor]) -> bool:
     """Whether outputs of the last call change when its inputs are overwritten afterwards: they share memory.
 
     Asks nobody: the inputs lie in memory that the trusted side holds too, and it reads the outputs itself.

@@ -21,7 +21,7 @@ import msgspec
 from kbrl_async.kernels.problems.cases import BACKWARD, FORWARD
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.timing.combining import Part, combined, difference
-from kbrl_async.kernels.verify.family import Case
+from kbrl_async.kernels.verify.family import WorkloadCase
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.sharing import Shared
@@ -36,7 +36,7 @@ class Several:
     """One candidate's way through `cases`."""
 
     def __init__(
-        self, cases: Sequence[Case], settle: Settle, options: BenchOptions, rng: random.Random, shares: bool
+        self, cases: Sequence[WorkloadCase], settle: Settle, options: BenchOptions, rng: random.Random, shares: bool
     ) -> None:
         self._cases, self._settle, self._options, self._rng, self._shares = cases, settle, options, rng, shares
         self._verdicts: dict[int, Verdict] = {}
@@ -119,7 +119,7 @@ def _with_backward(timing: Timing) -> Timing:
     return msgspec.structs.replace(timing, workloads=(*timing.workloads, *filter(None, found)))
 
 
-def combined_verdict(cases: Sequence[Case], found: Mapping[int, Verdict]) -> Verdict:
+def combined_verdict(cases: Sequence[WorkloadCase], found: Mapping[int, Verdict]) -> Verdict:
     """Right where all are. The first that is not, in the problem's order, speaks for the whole, and is named."""
     wrong = [number for number in sorted(found) if found[number].fault is not Fault.OK]
     worst = min(wrong, key=lambda number: (found[number].fault is Fault.INCORRECT, number), default=None)
@@ -143,10 +143,10 @@ def combined_verdict(cases: Sequence[Case], found: Mapping[int, Verdict]) -> Ver
     )
 
 
-def _total(case: Case, verdict: Verdict | None) -> int:
+def _total(case: WorkloadCase, verdict: Verdict | None) -> int:
     return len(case.reference.sets) if verdict is None else verdict.total
 
 
-def _row(case: Case, verdict: Verdict) -> WorkloadVerdict:
+def _row(case: WorkloadCase, verdict: Verdict) -> WorkloadVerdict:
     v = verdict
     return WorkloadVerdict(case.workload.name, v.fault, v.passed, v.total, v.message, v.trust)

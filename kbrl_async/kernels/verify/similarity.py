@@ -56,7 +56,7 @@ class _Program:
         node = self._follow(entry)
         if not isinstance(node, ast.ClassDef) or "forward" not in self.methods(node):
             return ""
-        return _Writer(self).write(node)
+        return _NormalWriter(self).write(node)
 
     def _follow(self, name: str) -> ast.AST | None:
         """Through `ModelNew = Model`."""
@@ -94,7 +94,7 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
                 yield alias.asname or alias.name, f"{node.module}.{alias.name}"
 
 
-class _Writer:
+class _NormalWriter:
     """Writes definitions in order of first use; each reached name becomes the number of its definition."""
 
     def __init__(self, program: _Program) -> None:
@@ -150,7 +150,7 @@ def _is_self(target: ast.AST, attribute: str) -> bool:
 class _Renamer(ast.NodeTransformer):
     """One definition in canonical form."""
 
-    def __init__(self, writer: _Writer, owner: ast.ClassDef | None, root: ast.AST) -> None:
+    def __init__(self, writer: _NormalWriter, owner: ast.ClassDef | None, root: ast.AST) -> None:
         self.writer, self.owner, self.root = writer, owner, root
         self.names: dict[str, str] = {}
         constructor = writer.program.methods(owner).get("__init__") if owner is not None else None

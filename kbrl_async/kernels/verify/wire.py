@@ -193,7 +193,7 @@ class Map(msgspec.Struct, frozen=True, tag="map"):
     size: int
 
 
-class Record(msgspec.Struct, frozen=True, tag="record"):
+class RecordForward(msgspec.Struct, frozen=True, tag="record"):
     """To a recorder: write this candidate's forward down. With it travel the descriptors of the file that the recording
     goes to, of the weights where there are any, and of the artifacts in their order.
     """
@@ -219,7 +219,7 @@ class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
 
 Reply = Confined | Ready | Drawn | Done | Captured | Taped | Timed | Failed | Recorded
 Order = Draw | Attach | Export | Mute | Rest
-RecorderOrder = Map | Record
+RecorderOrder = Map | RecordForward
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
 decode_recorder_order = msgspec.msgpack.Decoder(RecorderOrder).decode

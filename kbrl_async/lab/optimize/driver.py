@@ -24,7 +24,7 @@ import msgspec
 
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.funnel import Result
-from kbrl_async.lab.optimize.search import Ask, Search
+from kbrl_async.lab.optimize.search import AnswerRequest, Search
 from kbrl_async.lab.optimize.targets import UserModule
 from kbrl_async.lab.optimize.tree import Attempt, Judgement
 from kbrl_async.rollouts.prompts import TokenBudget, extract, feedback_of, render_prompt, render_turn
@@ -162,7 +162,7 @@ class SearchDriver:
             self._writing[task] = ask.number
             task.add_done_callback(self._written)
 
-    async def _write(self, ask: Ask) -> None:
+    async def _write(self, ask: AnswerRequest) -> None:
         if ask.parent is None:
             prompt = self._prompts.first()
         else:

@@ -61,7 +61,7 @@ class SearchOptions(msgspec.Struct, frozen=True):
     """Answers in a row that bring no new source, after which the engine has nothing more to say."""
 
 
-class Ask(msgspec.Struct, frozen=True):
+class AnswerRequest(msgspec.Struct, frozen=True):
     """A request for one answer."""
 
     number: int
@@ -97,7 +97,7 @@ class Search:
     def stop(self, reason: str) -> None:
         self.stopped = self.stopped or reason
 
-    def ask(self, now: float) -> Ask | None:
+    def ask(self, now: float) -> AnswerRequest | None:
         self.stop(self.options.budget.spent(self.seconds(now), self.tokens, len(self.tree)))
         if self._repeats >= self.options.repeats:
             self.stop("repeats")
@@ -105,7 +105,7 @@ class Search:
             return None
         made = self.tree.ask(self._chooser.choose(self.tree), self.seconds(now))
         self._open.add(made.number)
-        return Ask(made.number, made.parent)
+        return AnswerRequest(made.number, made.parent)
 
     def plant(self, source: str, origin: str, now: float) -> Attempt:
         """A candidate from elsewhere, such as a retrieved kernel: it costs an attempt and can be refined."""

@@ -22,7 +22,7 @@ EACH = 12
 """Answers to a problem: more than a group has, so that its rewards differ."""
 
 
-class Given(msgspec.Struct, frozen=True):
+class ForcedAnswer(msgspec.Struct, frozen=True):
     """One line of a file of answers."""
 
     problem: str
@@ -53,13 +53,13 @@ def _answers(problem_id: str, backend: str, right: float, seed: int) -> list[str
 
 
 def read(path: Path, problems: Sequence[Problem]) -> dict[str, list[str]]:
-    """Of a file with a `Given` a line.
+    """Of a file with a `ForcedAnswer` a line.
 
     :raises UserError: it can't be read, or a problem has no answer.
     """
     found: dict[str, list[str]] = {}
     try:
-        for given in msgspec.json.Decoder(Given).decode_lines(path.read_bytes()):
+        for given in msgspec.json.Decoder(ForcedAnswer).decode_lines(path.read_bytes()):
             found.setdefault(given.problem, []).append(given.answer)
     except (OSError, msgspec.DecodeError) as error:
         cure = 'Write {"problem": "L1/13_softmax", "answer": "…"} a line'

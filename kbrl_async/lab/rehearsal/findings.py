@@ -10,7 +10,7 @@ import msgspec
 from kbrl_async.errors import UserError
 from kbrl_async.lab import plan
 from kbrl_async.lab.plan import RunObservation
-from kbrl_async.runs.archive.rows import Row, Update
+from kbrl_async.runs.archive.rows import TurnRow, UpdateRow
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.sizing.footprint import GB
 from kbrl_async.runs.sizing.layout import Tenant
@@ -24,7 +24,7 @@ BUSY = 0.9
 """From here on, what a process does is what the run waits for."""
 
 
-class Process(msgspec.Struct, frozen=True):
+class ProcessUse(msgspec.Struct, frozen=True):
     """One process over the time of training."""
 
     name: str
@@ -39,7 +39,7 @@ class Process(msgspec.Struct, frozen=True):
     tokens_per_s: float
 
 
-class Findings(msgspec.Struct, frozen=True):
+class RehearsalFindings(msgspec.Struct, frozen=True):
     seconds: float
     """Of training: from the first scored answer to the last new version; of all that was seen where there is none."""
     first_answer_s: float
@@ -61,7 +61,7 @@ class Findings(msgspec.Struct, frozen=True):
     """Most memory: of the GPU's allocator, or resident."""
     predicted_gb: dict[str, float]
     """By tenant."""
-    processes: list[Process]
+    processes: list[ProcessUse]
     bottleneck: str
     """The stage that is busy most; empty before the first update."""
     changes: list[str]
@@ -75,10 +75,10 @@ class Findings(msgspec.Struct, frozen=True):
 def find(
     config: Config,
     samples: Sequence[SystemSample],
-    updates: Sequence[Update],
-    rows: Sequence[Row],
+    updates: Sequence[UpdateRow],
+    rows: Sequence[TurnRow],
     tenants: Sequence[Tenant],
-) -> Findings:
+) -> RehearsalFindings:
     """Of a run that ended too soon to train, what there is: who was ready when, busy how much, and its answers.
 
     :raises UserError: no process has said a word.
@@ -88,7 +88,7 @@ def find(
     observed = plan.observe(samples) if _has_trained(samples) else plan.so_far(samples)
     metrics = [update.metrics for update in updates]
     bottleneck, changes = _bounds(config, observed) if observed.updates else ("", [])
-    return Findings(
+    return RehearsalFindings(
         first_answer_s=_since(samples, lambda sample: _tokens(sample) > 0),
         first_update_s=_since(samples, lambda sample: sample.policy_version > 0),
         seconds=observed.seconds,
@@ -135,7 +135,7 @@ def _mean(metrics: Sequence[Mapping[str, float]], name: str) -> float:
     return statistics.fmean([m.get(name, 0.0) for m in metrics] or [0.0])
 
 
-def _processes(samples: Sequence[SystemSample]) -> list[Process]:
+def _processes(samples: Sequence[SystemSample]) -> list[ProcessUse]:
     begun = next((s for s in samples if any(w.done for w in s.workers.values())), samples[0])
     inside = [sample for sample in samples if sample.t >= begun.t]
     seconds = max(1e-9, inside[-1].t - inside[0].t)
@@ -146,7 +146,7 @@ def _processes(samples: Sequence[SystemSample]) -> list[Process]:
         written = max(w.tokens for w in mine) - min(w.tokens for w in mine)
         cores, gpu = (statistics.fmean([getattr(w, key) for w in mine]) for key in ("cpu", "gpu"))
         most = max(w.gpu_mb for w in mine) * MIB / GB
-        found.append(Process(name, busy.get(name, 0.0), cores, gpu, most, written / seconds))
+        found.append(ProcessUse(name, busy.get(name, 0.0), cores, gpu, most, written / seconds))
     return found
 
 

@@ -14,7 +14,7 @@ from kbrl_async.lab.report.model import AFTER, BEFORE, TRAIN, ReportedTurn
 from kbrl_async.rollouts.buffer.buffer import RUN_ENDED
 from kbrl_async.rollouts.stats import RolloutStats, StepOutcome
 from kbrl_async.runs.archive import archive
-from kbrl_async.runs.archive.archive import Archive, GroupEnd, Row
+from kbrl_async.runs.archive.archive import ArchiveReader, GroupEnd, TurnRow
 from kbrl_async.runs.telemetry.by_version import Answers
 from protocols.records import GroupOutcome
 from protocols.rollout import STEPS
@@ -26,8 +26,8 @@ PHASES = {"train": TRAIN, "before": BEFORE, "after": AFTER}
 class Archived(msgspec.Struct, frozen=True):
     """Times are epoch seconds."""
 
-    rows: list[Row]
-    updates: list[archive.Update]
+    rows: list[TurnRow]
+    updates: list[archive.UpdateRow]
     groups: dict[str, GroupEnd]
     path: Path
 
@@ -44,17 +44,17 @@ class Archived(msgspec.Struct, frozen=True):
 def read_archive(path: Path) -> Archived | None:
     """None where there is none, or none that can be read."""
     try:
-        with Archive(path) as opened:
+        with ArchiveReader(path) as opened:
             return Archived(list(opened.rows()), opened.updates(), opened.groups(), path)
     except (KbrlError, sqlite3.Error, msgspec.MsgspecError):
         return None
 
 
-def by_turn(rows: Sequence[Row]) -> dict[tuple[str, int], Row]:
+def by_turn(rows: Sequence[TurnRow]) -> dict[tuple[str, int], TurnRow]:
     return {(row.rollout_id, row.turn): row for row in rows if row.status == "ok"}
 
 
-def enriched(turn: ReportedTurn, row: Row | None) -> ReportedTurn:
+def enriched(turn: ReportedTurn, row: TurnRow | None) -> ReportedTurn:
     """A turn of the journal with what the archive knows of it."""
     if row is None:
         return turn
@@ -62,9 +62,9 @@ def enriched(turn: ReportedTurn, row: Row | None) -> ReportedTurn:
     return _timed(msgspec.structs.replace(turn, stats=stats, task_id=row.task_id), row)
 
 
-def as_turns(rows: Sequence[Row]) -> list[ReportedTurn]:
+def as_turns(rows: Sequence[TurnRow]) -> list[ReportedTurn]:
     """Turns from the archive alone; an evaluation rollout is its best turn."""
-    best: dict[str, Row] = {}
+    best: dict[str, TurnRow] = {}
     for row in rows:
         if row.status == "ok" and PHASES.get(row.purpose, row.purpose) != TRAIN:
             kept = best.get(row.rollout_id)
@@ -106,7 +106,7 @@ def _is_cut(end: GroupEnd | None) -> bool:
     return end is None or (end.outcome == GroupOutcome.FAILED and end.reason == RUN_ENDED)
 
 
-def _turn(row: Row) -> ReportedTurn:
+def _turn(row: TurnRow) -> ReportedTurn:
     stats = RolloutStats(
         problem_id=row.problem_id,
         level=row.level,
@@ -133,13 +133,13 @@ def _turn(row: Row) -> ReportedTurn:
     return _timed(ReportedTurn(stats, PHASES.get(row.purpose, row.purpose), row.group_id, task_id=row.task_id), row)
 
 
-def _steps(row: Row) -> tuple[StepOutcome, ...]:
+def _steps(row: TurnRow) -> tuple[StepOutcome, ...]:
     """The funnel without the stages' seconds. Archives from before know less of where a candidate left."""
     last = row.step or _guessed(row)
     return tuple(StepOutcome(name, row.correct or name != last) for name in STEPS[: STEPS.index(last) + 1])
 
 
-def _guessed(row: Row) -> str:
+def _guessed(row: TurnRow) -> str:
     if row.correct:
         return "full_inputs" if row.speedup is None else "timing"
     if row.compiled:
@@ -149,10 +149,10 @@ def _guessed(row: Row) -> str:
     return "compile" if row.fault == "compile_error" else "static"
 
 
-def _timed(turn: ReportedTurn, row: Row) -> ReportedTurn:
+def _timed(turn: ReportedTurn, row: TurnRow) -> ReportedTurn:
     spans = tuple(span for span in row.spans if span.started)
     return msgspec.structs.replace(turn, at=row.at, asked=row.spans[0].queued if row.spans else None, spans=spans)
 
 
-def _age(row: Row) -> int | None:
+def _age(row: TurnRow) -> int | None:
     return None if row.trained_on is None else row.trained_on - row.policy_version

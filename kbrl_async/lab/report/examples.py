@@ -23,7 +23,7 @@ from kbrl_async.lab.report.archived import Archived
 from kbrl_async.lab.report.kernels import best_turns
 from kbrl_async.lab.report.markup import clipped
 from kbrl_async.lab.report.model import TRAIN, Examples, Mistake, ReportedTurn, SampledTurn
-from kbrl_async.runs.archive.archive import Archive
+from kbrl_async.runs.archive.archive import ArchiveReader
 from protocols.records import Fault
 from protocols.rollout import Record
 
@@ -52,7 +52,7 @@ def read_examples(turns: Sequence[ReportedTurn], stored: Archived | None) -> Exa
         if turn.phase == TRAIN and turn.stats.fault not in ("", Fault.OK):
             failed[turn.stats.fault].append(turn)
     kept = {row.task_id for row in stored.rows if row.bytes}
-    with Archive(stored.path) as archive:
+    with ArchiveReader(stored.path) as archive:
         mistakes, read = {}, {}
         for fault, found in sorted(failed.items(), key=lambda item: -len(item[1])):
             known = [(turn, record) for turn in found[:MOST_READ] if (record := archive.record(turn.task_id))]
@@ -98,7 +98,7 @@ def kind_of(message: str, hint: str = "", fault: str = "") -> str:
 # ── answers to look at ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _sample(archive: Archive, turns: Sequence[ReportedTurn], first: Sequence[str]) -> list[SampledTurn]:
+def _sample(archive: ArchiveReader, turns: Sequence[ReportedTurn], first: Sequence[str]) -> list[SampledTurn]:
     """Those of `first`, then one of each phase, version and outcome, then a second one of each …"""
     by_id = {turn.task_id: turn for turn in turns}
     wanted = dict.fromkeys([*(key for key in first if key in by_id), *(turn.task_id for turn in _in_turn(turns))])

@@ -13,7 +13,7 @@ from kbrl_async.errors import KbrlError
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.kernels.problems.cases import workload_lines
 from kbrl_async.lab.report.model import BestKernel, ReportedTurn
-from kbrl_async.runs.archive.archive import Archive
+from kbrl_async.runs.archive.archive import ArchiveReader
 from protocols.rollout import Record
 
 MOST_SOURCES = 24
@@ -44,7 +44,7 @@ def read_kernels(
     best = best_turns(turns)
     references = _references(problems)
     shown, others = best[:MOST_SOURCES], best[MOST_SOURCES:]
-    with Archive(archive_path) if archive_path is not None else nullcontext() as archive:
+    with ArchiveReader(archive_path) if archive_path is not None else nullcontext() as archive:
         records = [archive.record(turn.task_id) if archive is not None else None for turn in shown]
     known = [_sources(turn, run, record, references) for turn, record in zip(shown, records, strict=True)]
     return [*map(_kernel, shown, known), *(_kernel(turn, {}) for turn in others)]

@@ -58,7 +58,7 @@ def data_table(lines: Iterable[Markup], head: Content = "", *, class_: str = "sc
     return element("div", element("table", top, element("tbody", *lines), class_=kind or None), class_=class_)
 
 
-class Share(NamedTuple):
+class ShareInterval(NamedTuple):
     """A share and the ends of its 95 % interval."""
 
     value: float
@@ -66,7 +66,9 @@ class Share(NamedTuple):
     high: float
 
 
-def two_shares(name: Content, before: Share | None, after: Share | None, colour: str, tip: str) -> Markup:
+def two_shares(
+    name: Content, before: ShareInterval | None, after: ShareInterval | None, colour: str, tip: str
+) -> Markup:
     """A row: the share of one time above that of another, each a dot on its interval. `colour`: of the second."""
     times = [(share, lane, of) for share, lane, of in ((before, 2.5, "none"), (after, 7.5, colour)) if share]
     bars = [Bar(100 * share.low, 100 * share.high, f"{of} s3", (lane - 1, lane + 1)) for share, lane, of in times]

@@ -114,7 +114,7 @@ def _evaluation(path: Path) -> document.Document | None:
         return None
 
 
-def _clock(journal: JournalData | None, log: Logs, stored: Archived | None, origin: float) -> Clock:
+def _clock(journal: JournalData | None, log: Logs, stored: Archived | None, origin: float) -> WallClock:
     """From the run's own clock to seconds since `origin`."""
     walls = {version: end for version, (_, end) in log.updated.items()}
     walls |= {update.version: update.finished for update in (stored.updates if stored else []) if update.finished}
@@ -122,10 +122,10 @@ def _clock(journal: JournalData | None, log: Logs, stored: Archived | None, orig
     pairs = [(b.trained, walls[b.version]) for b in batches if b.trained is not None and b.version in walls]
     if not pairs and stored:
         pairs = [(row.clock, row.at) for row in stored.rows if row.clock]
-    return Clock([(run, wall - origin) for run, wall in pairs])
+    return WallClock([(run, wall - origin) for run, wall in pairs])
 
 
-def _turns(journal: JournalData | None, stored: Archived | None, clock: Clock, origin: float) -> list[ReportedTurn]:
+def _turns(journal: JournalData | None, stored: Archived | None, clock: WallClock, origin: float) -> list[ReportedTurn]:
     if journal is None or (stored and not journal.turns):
         turns = archived.as_turns(stored.rows) if stored else []
         return [_since(turn, origin) for turn in turns]
@@ -183,7 +183,7 @@ def _since(turn: ReportedTurn, origin: float) -> ReportedTurn:
 
 
 def _updates(
-    journal: JournalData | None, stored: Archived | None, log: Logs, clock: Clock, origin: float
+    journal: JournalData | None, stored: Archived | None, log: Logs, clock: WallClock, origin: float
 ) -> list[PolicyUpdate]:
     spans = dict(log.updated)
     spans |= {u.version: (u.started, u.finished) for u in (stored.updates if stored else []) if u.finished}
@@ -260,8 +260,8 @@ def _missing(
 # ── the run's own clock, laid onto the wall's ────────────────────────────────────────────────────────────────────────
 
 
-class Clock:
-    """`Clock([(run, wall), …])(run) -> wall`; without any pair, the run's clock itself, which stops with the run.
+class WallClock:
+    """`WallClock([(run, wall), …])(run) -> wall`; without any pair, the run's clock itself, which stops with the run.
 
     Both are known at every update: the journal has the one, the logs and the archive the other. Between updates the
     offset of the next one holds, so a pause between two starts of a run is where it was.

@@ -21,7 +21,7 @@ from kbrl_async.kernels.problems.writing import render_problem
 from kbrl_async.kernels.syntax.operations import operations
 from kbrl_async.kernels.syntax.scope import Scope
 from kbrl_async.lab.small_policy.author import CAREFUL, UNBUILT, Author, Habits
-from kbrl_async.lab.small_policy.families.source import Family
+from kbrl_async.lab.small_policy.families.source import ProblemFamily
 from kbrl_async.lab.small_policy.languages import respond
 from kbrl_async.lab.small_policy.specs import HELDOUT, SPECS, random_spec
 from kbrl_async.rollouts.prompts import Feedback, extract, render_prompt, render_turn
@@ -75,7 +75,7 @@ def examples(
             yield write_example(spec, Author(rng, habits), prompt_option, backend)
 
 
-def write_example(spec: Family, author: Author, prompt_option: str, backend: str = "c") -> CorpusExample:
+def write_example(spec: ProblemFamily, author: Author, prompt_option: str, backend: str = "c") -> CorpusExample:
     problem = parse_problem(render_problem(spec.module()), "corpus")
     answer = respond(spec, author, backend)
     return CorpusExample(render_prompt(prompt_option, problem, backend), answer, tuple(author.slips))
@@ -87,7 +87,7 @@ _CATEGORIES = {"fence": "format", **dict.fromkeys(UNBUILT, "compile"), "argument
 
 
 def write_turn(
-    spec: Family, rng: random.Random, habits: Habits, prompt_option: str, backend: str = "c"
+    spec: ProblemFamily, rng: random.Random, habits: Habits, prompt_option: str, backend: str = "c"
 ) -> CorpusExample:
     """An attempt, what became of it, and a second attempt in the same style that mostly mends or quickens it."""
     is_fast, style = rng.random() < habits.fast, rng.getrandbits(32)
@@ -112,7 +112,7 @@ def error_of(source: str, unbuilt: Sequence[str]) -> str:
 
 
 def write_verdict(
-    spec: Family, rng: random.Random, habits: Habits, prompt_option: str, backend: str = "c"
+    spec: ProblemFamily, rng: random.Random, habits: Habits, prompt_option: str, backend: str = "c"
 ) -> CorpusExample:
     """An attempt and the verdict it earns, for the verifier's role."""
     is_fast = rng.random() < habits.fast
@@ -171,7 +171,7 @@ class Shelf:
         specs = [*suite, *(random_spec(rng) for _ in range(size - len(suite)))]
         self._shown = [self._written(spec, Author(rng, msgspec.structs.replace(CAREFUL, fast=0.5))) for spec in specs]
 
-    def _written(self, spec: Family, author: Author) -> ShelfKernel:
+    def _written(self, spec: ProblemFamily, author: Author) -> ShelfKernel:
         reference = render_problem(spec.module())
         kernel = extract(respond(spec, author, self._backend)).source
         return ShelfKernel(reference, kernel, operations(Scope(reference)))
@@ -183,7 +183,7 @@ class Shelf:
         return sorted(others, key=lambda shown: -_overlap(set(wanted), set(shown.operations)))[:count]
 
     def write(
-        self, spec: Family, rng: random.Random, habits: Habits, prompt_option: str
+        self, spec: ProblemFamily, rng: random.Random, habits: Habits, prompt_option: str
     ) -> tuple[str, str, tuple[str, ...]]:
         """Prompt, answer and its slips."""
         problem = parse_problem(render_problem(spec.module()), "corpus")

@@ -16,7 +16,7 @@ from kbrl_async.lab.small_policy.families.elementwise import Elementwise
 from kbrl_async.lab.small_policy.families.images import DepthwiseConv, Pooling
 from kbrl_async.lab.small_policy.families.linear import Linear
 from kbrl_async.lab.small_policy.families.rows import RowNorm, RowReduce
-from kbrl_async.lab.small_policy.families.source import Family, KernelAnswer, render_answer
+from kbrl_async.lab.small_policy.families.source import KernelAnswer, ProblemFamily, render_answer
 
 _IN_CUDA: dict[type, Callable[[Any, Author], KernelAnswer]] = {
     Elementwise: pointwise.elementwise,
@@ -30,19 +30,19 @@ _IN_CUDA: dict[type, Callable[[Any, Author], KernelAnswer]] = {
 }
 
 
-def _in_c(spec: Family, author: Author) -> str:
+def _in_c(spec: ProblemFamily, author: Author) -> str:
     return render_answer(spec.module(), spec.answer(author), author)
 
 
-def _in_cuda(spec: Family, author: Author) -> str:
+def _in_cuda(spec: ProblemFamily, author: Author) -> str:
     return render(spec.module(), _IN_CUDA[type(spec)](spec, author), author)
 
 
-LANGUAGES: Mapping[str, Callable[[Family, Author], str]] = {"c": _in_c, "cuda-nvrtc": _in_cuda}
+LANGUAGES: Mapping[str, Callable[[ProblemFamily, Author], str]] = {"c": _in_c, "cuda-nvrtc": _in_cuda}
 """By backend."""
 
 
-def respond(spec: Family, author: Author, backend: str) -> str:
+def respond(spec: ProblemFamily, author: Author, backend: str) -> str:
     """The author's response to the problem of `spec`, a fenced file with slips and all."""
     try:
         return LANGUAGES[backend](spec, author)

@@ -19,10 +19,10 @@ from kbrl_async.lab.small_policy.families.elementwise import Elementwise
 from kbrl_async.lab.small_policy.families.images import DepthwiseConv, Pooling
 from kbrl_async.lab.small_policy.families.linear import Linear
 from kbrl_async.lab.small_policy.families.rows import NORM_TORCH, REDUCE_TORCH, RowNorm, RowReduce
-from kbrl_async.lab.small_policy.families.source import Family
+from kbrl_async.lab.small_policy.families.source import ProblemFamily
 from kbrl_async.lab.small_policy.ops import OPS, ChainStep, chain
 
-SPECS: dict[str, Family] = {
+SPECS: dict[str, ProblemFamily] = {
     # level 1: single operations
     "L1/01_tanh": Elementwise(chain("tanh"), rows=160),
     "L1/02_softplus": Elementwise(chain("softplus"), rows=288),
@@ -107,7 +107,7 @@ def split(problem_id: str) -> str:
     return "heldout" if problem_id in HELDOUT else "train"
 
 
-def difficulty(spec: Family) -> float:
+def difficulty(spec: ProblemFamily) -> float:
     """0 … 1 by the length of the shortest correct answer: longer kernels have more places to go wrong."""
     lines = len(spec.answer(Author(random.Random(0), CAREFUL)).kernel)
     return round(min(1.0, max(0.0, (lines - 6) / 34)), 2)
@@ -118,7 +118,7 @@ def random_steps(rng: random.Random, most: int, least: int = 0) -> tuple[ChainSt
     return tuple(ChainStep(name, rng.choice(OPS[name].constants) if OPS[name].constants else "") for name in names)
 
 
-def random_spec(rng: random.Random) -> Family:
+def random_spec(rng: random.Random) -> ProblemFamily:
     """A problem like the suite's, of any family; never with the operations of a held-out one, constants aside."""
     while True:
         spec = _draw(rng)
@@ -126,12 +126,12 @@ def random_spec(rng: random.Random) -> Family:
             return spec
 
 
-def chain_of(spec: Family) -> tuple[str, ...]:
+def chain_of(spec: ProblemFamily) -> tuple[str, ...]:
     """What the problem computes, without sizes, constants and names: by this the leak rules of retrieval go, too."""
     return operations(Scope(render_problem(spec.module())))
 
 
-def _draw(rng: random.Random) -> Family:
+def _draw(rng: random.Random) -> ProblemFamily:
     rows = rng.choice((160, 256, 288, 320, 512))
     family = rng.choices(range(7), weights=(6, 5, 4, 4, 2, 2, 2))[0]
     if family == 0:

@@ -118,14 +118,14 @@ CANDIDATES: dict[str, Attend] = {
 """Adding one is a line: q, k, v [1, heads, L, D] to [1, heads, L, D], causal."""
 
 
-class Found(NamedTuple):
+class MeasuredKernel(NamedTuple):
     """What was measured of a candidate at one shape."""
 
     seconds: float
     error: float
 
 
-def best(found: Mapping[str, Found]) -> str:
+def best(found: Mapping[str, MeasuredKernel]) -> str:
     """The fastest of those that are right; the least wrong where none is.
 
     >>> best({"fast": Found(1.0, 0.3), "right": Found(2.0, 0.004), "slow": Found(3.0, 0.003)})
@@ -142,7 +142,7 @@ def fastest(heads: int, kv_heads: int, depth: int, length: int, dtype: torch.dty
     """The name of the fastest candidate that is right here, forward and backward. Synchronises; measured once."""
     was_strict = torch.cuda.get_sync_debug_mode()
     _wait_allowed(0)
-    found: dict[str, Found] = {}
+    found: dict[str, MeasuredKernel] = {}
     shape = (heads, kv_heads, depth, min(length, 8192), dtype, device)
     try:
         # Who asks may be inside of a checkpoint, which counts what is kept: this is not done again with it.
@@ -152,7 +152,7 @@ def fastest(heads: int, kv_heads: int, depth: int, length: int, dtype: torch.dty
                     continue
                 seconds = _seconds(candidate, *shape)
                 if seconds is not None:
-                    found[name] = Found(seconds, error_of(candidate, *shape))
+                    found[name] = MeasuredKernel(seconds, error_of(candidate, *shape))
     finally:
         _wait_allowed(was_strict)
     return best(found)

@@ -31,7 +31,7 @@ from kbrl_async.learning.fused.attention import KeysValues, attend
 from kbrl_async.learning.fused.context import Context
 from kbrl_async.learning.fused.families import linear_of
 from kbrl_async.learning.fused.flat import FlatBatch
-from kbrl_async.learning.fused.memory import Plan
+from kbrl_async.learning.fused.memory import MemoryPlan
 from kbrl_async.learning.fused.norms import head_norms
 from kbrl_async.learning.recompute import again, waiting_on_host
 
@@ -253,7 +253,7 @@ class FusedDecoder:
         self,
         rows: FlatBatch,
         prefix: Prefix | None = None,
-        plan: Plan | None = None,
+        plan: MemoryPlan | None = None,
         collect: list[KeysValues] | None = None,
         wanted_N: torch.Tensor | None = None,
     ) -> torch.Tensor:

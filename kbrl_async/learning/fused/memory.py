@@ -23,7 +23,7 @@ SLACK = 3e8
 Path = Literal["fused", "modules", "plain"]
 
 
-class Shape(NamedTuple):
+class DecoderShape(NamedTuple):
     """Of a decoder, in elements; its properties are bytes a token and layer."""
 
     layers: int
@@ -65,10 +65,10 @@ class Shape(NamedTuple):
         return (self.intermediate + 6 * self.hidden + 2 * self.query) * self.itemsize
 
 
-def shape_of(config: Any, itemsize: int, path: Path, on_host: bool = False) -> Shape:
+def shape_of(config: Any, itemsize: int, path: Path, on_host: bool = False) -> DecoderShape:
     """By a config of transformers; a mixture of experts computes `num_experts_per_tok` of them for a token."""
     depth, heads = head_depth(config), config.num_attention_heads
-    return Shape(
+    return DecoderShape(
         config.num_hidden_layers,
         config.hidden_size,
         mlp_width(config),
@@ -92,7 +92,7 @@ def mlp_width(config: Any) -> int:
     return int(experts * getattr(config, "moe_intermediate_size", width) if experts else width)
 
 
-class Plan(NamedTuple):
+class MemoryPlan(NamedTuple):
     kept: int
     """Layers that keep everything."""
     whole: int
@@ -104,25 +104,29 @@ def logits_at_once(*, on_gpu: bool) -> int:
     return 1 << (27 if on_gpu else 24)
 
 
-def planned(mode: str, shape: Shape, tokens: int, room: float) -> Plan:
+def planned(mode: str, shape: DecoderShape, tokens: int, room: float) -> MemoryPlan:
     """What `learner.activation_checkpointing` asks for; `auto`: the most that fits."""
-    fixed = {"none": Plan(shape.layers, shape.layers), "selective": Plan(0, shape.layers), "full": Plan(0, 0)}
+    fixed = {
+        "none": MemoryPlan(shape.layers, shape.layers),
+        "selective": MemoryPlan(0, shape.layers),
+        "full": MemoryPlan(0, 0),
+    }
     return fixed[mode] if mode in fixed else plan(shape, tokens, room)
 
 
-def plan(shape: Shape, tokens: int, room: float) -> Plan:
-    """The most that fits into `room` bytes; `Plan(0, 0)` where not even that does: it is the least there is."""
+def plan(shape: DecoderShape, tokens: int, room: float) -> MemoryPlan:
+    """The most that fits into `room` bytes; `MemoryPlan(0, 0)` where not even that does: it is the least there is."""
     n = shape.layers
-    if activation_bytes(shape, tokens, Plan(n, n)) <= room:
-        return Plan(n, n)
-    left = room - activation_bytes(shape, tokens, Plan(0, n))
+    if activation_bytes(shape, tokens, MemoryPlan(n, n)) <= room:
+        return MemoryPlan(n, n)
+    left = room - activation_bytes(shape, tokens, MemoryPlan(0, n))
     if left >= 0:
-        return Plan(min(n - 1, int(left / (tokens * (shape.full - shape.lean)))), n)
-    left = room - activation_bytes(shape, tokens, Plan(0, 0))
-    return Plan(0, max(0, min(n - 1, int(left / (tokens * (shape.lean - shape.bare))))))
+        return MemoryPlan(min(n - 1, int(left / (tokens * (shape.full - shape.lean)))), n)
+    left = room - activation_bytes(shape, tokens, MemoryPlan(0, 0))
+    return MemoryPlan(0, max(0, min(n - 1, int(left / (tokens * (shape.lean - shape.bare))))))
 
 
-def activation_bytes(shape: Shape, tokens: int, chosen: Plan) -> float:
+def activation_bytes(shape: DecoderShape, tokens: int, chosen: MemoryPlan) -> float:
     """Of a microbatch, at its peak, without the head: what `plan` holds against the room."""
     n = shape.layers
     held = chosen.kept * shape.full + (chosen.whole - chosen.kept) * shape.lean + (n - chosen.whole) * shape.bare

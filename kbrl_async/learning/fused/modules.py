@@ -24,7 +24,7 @@ from kbrl_async.learning.fused.families import linear_of
 from kbrl_async.learning.fused.flat import FlatBatch
 
 
-class Row(NamedTuple):
+class FlatRow(NamedTuple):
     """What attention has to know of a flat row."""
 
     lengths: tuple[int, ...]
@@ -45,7 +45,7 @@ class ModuleDecoder:
         """`dtype` of what goes from layer to layer."""
         x_1TH = self._decoder.embed_tokens(rows.input_T).to(dtype)[None]
         turned = self._decoder.rotary_emb(x_1TH, rows.position_T[None])
-        row = Row(rows.lengths, self._context)
+        row = FlatRow(rows.lengths, self._context)
         for layer in self._decoder.layers:
             out = layer(x_1TH, attention_mask=None, position_embeddings=turned, row=row)
             x_1TH = out[0] if isinstance(out, tuple) else out
@@ -92,7 +92,7 @@ def _mlp(mlp: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _attention(attention: Any, own: Any, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-    row: Row | None = named.pop("row", None)
+    row: FlatRow | None = named.pop("row", None)
     if row is None:
         return own(hidden_states, *arguments, **named)
     cos_1TD, sin_1TD = named["position_embeddings"]

@@ -68,7 +68,7 @@ class Folder:
             module._parameters[name].copy_(self._open[file].get_tensor(stored))  # type: ignore[union-attr]
 
 
-class Drawn:
+class RandomWeights:
     """Random weights as the family begins with, drawn on the device: the shape of a model is enough."""
 
     def fill(self, lm: Any, module: torch.nn.Module, prefix: str, names: list[str]) -> None:

@@ -8,7 +8,7 @@ Front door: `Retriever`. An index is made by `kbrl_async.lab.indexing`.
 from kbrl_async.rollouts.retrieval.corpora import CorpusSource, open_source
 from kbrl_async.rollouts.retrieval.corpora.registry import SourceOptions
 from kbrl_async.rollouts.retrieval.entries import Entry
-from kbrl_async.rollouts.retrieval.live import NO_ADDITIONS, LiveIndex, Snapshot
+from kbrl_async.rollouts.retrieval.live import NO_ADDITIONS, LiveEntries, LiveIndex
 from kbrl_async.rollouts.retrieval.retriever import Hit, Query, Retrieved, Retriever
 from kbrl_async.rollouts.retrieval.store import Manifest
 
@@ -17,12 +17,12 @@ __all__ = [
     "CorpusSource",
     "Entry",
     "Hit",
+    "LiveEntries",
     "LiveIndex",
     "Manifest",
     "Query",
     "Retrieved",
     "Retriever",
-    "Snapshot",
     "SourceOptions",
     "open_source",
 ]

@@ -19,14 +19,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kbrl_async.kernels.syntax import Reading
+from kbrl_async.kernels.syntax import ReferenceFacts
 from kbrl_async.rollouts.retrieval.choosing import worth
 from kbrl_async.rollouts.retrieval.embedders import Vectors
 from kbrl_async.rollouts.retrieval.entries import Entry, Skip, checked
 from kbrl_async.rollouts.retrieval.store import FACT, Facts, fact_of
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class LiveEntries(msgspec.Struct, frozen=True):
     """The live entries at one version: row i of each field belongs to entry i."""
 
     version: int
@@ -35,12 +35,12 @@ class Snapshot(msgspec.Struct, frozen=True):
     vectors: Vectors
 
 
-NO_ADDITIONS = Snapshot(0, (), np.zeros(0, FACT), np.zeros((0, 0), np.float32))
+NO_ADDITIONS = LiveEntries(0, (), np.zeros(0, FACT), np.zeros((0, 0), np.float32))
 
 
 class _Kept(msgspec.Struct, frozen=True):
     entry: Entry
-    reading: Reading
+    reading: ReferenceFacts
     vector: NDArray[np.float32]
 
 
@@ -54,7 +54,7 @@ class LiveIndex:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._snapshot = NO_ADDITIONS
 
-    def add(self, entry: Entry, reading: Reading, vector: NDArray[np.float32]) -> bool:
+    def add(self, entry: Entry, reading: ReferenceFacts, vector: NDArray[np.float32]) -> bool:
         """Takes in a verified kernel; False where it is none, is unfit, or its problem has a better one."""
         try:
             entry = checked(entry)
@@ -77,7 +77,7 @@ class LiveIndex:
         self._renew()
         return True
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> LiveEntries:
         return self._snapshot
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class LiveIndex:
 
     def _renew(self) -> None:
         kept = list(self._kept.values())
-        self._snapshot = Snapshot(
+        self._snapshot = LiveEntries(
             self._snapshot.version + 1,
             tuple(item.entry for item in kept),
             np.array([fact_of(item.entry, item.reading) for item in kept], FACT),

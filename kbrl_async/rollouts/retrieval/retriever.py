@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kbrl_async.errors import UserError
-from kbrl_async.kernels.syntax import Reading, Unreadable, read
+from kbrl_async.kernels.syntax import ReferenceFacts, Unreadable, read
 from kbrl_async.rollouts.retrieval.embedders import Embedder, Passage, Vectors
 from kbrl_async.rollouts.retrieval.entries import BACKENDS, Entry
 from kbrl_async.rollouts.retrieval.leakage import Protected, refused
-from kbrl_async.rollouts.retrieval.live import NO_ADDITIONS, Snapshot
+from kbrl_async.rollouts.retrieval.live import NO_ADDITIONS, LiveEntries
 from kbrl_async.rollouts.retrieval.ranking import DEFAULT, Rankable, Ranked, RankOptions, rank
-from kbrl_async.rollouts.retrieval.store import Facts, Store, id_hash
+from kbrl_async.rollouts.retrieval.store import Facts, IndexReader, id_hash
 
 MAX_SHOWN = 10_000
 """Characters of reference and kernel together that fit a prompt as one example."""
@@ -67,7 +67,7 @@ class Hit(msgspec.Struct, frozen=True):
         return self.entry.speedup if self.entry.verified else None
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class NotTaken(msgspec.Struct, frozen=True):
     """An example that was found and not taken."""
 
     uid: str
@@ -81,7 +81,7 @@ class Retrieved(msgspec.Struct, frozen=True):
     hits: list[Hit]
     refused: Counter[str]
     version: str
-    nearest_refused: list[Refusal]
+    nearest_refused: list[NotTaken]
     """The most similar ones that a rule kept out, to show."""
 
 
@@ -90,7 +90,7 @@ class Retriever:
 
     def __init__(
         self,
-        store: Store,
+        store: IndexReader,
         guarded: Iterable[tuple[str, str]] = (),
         options: RankOptions = DEFAULT,
         embedder: str = "",
@@ -103,13 +103,13 @@ class Retriever:
     @classmethod
     def open(cls, path: Path, guarded: Iterable[tuple[str, str]] = (), embedder: str = "") -> Retriever:
         """`guarded`: (identifier, source) of the problems that are held out."""
-        return cls(Store(path), guarded, embedder=embedder)
+        return cls(IndexReader(path), guarded, embedder=embedder)
 
     @property
     def build(self) -> str:
         return self._store.manifest.build
 
-    def read(self, source: str) -> tuple[Reading, NDArray[np.float32]]:
+    def read(self, source: str) -> tuple[ReferenceFacts, NDArray[np.float32]]:
         """What is known of a reference. Raises `UserError` for one that can't be read."""
         try:
             reading = read(source)
@@ -117,7 +117,7 @@ class Retriever:
             raise UserError(f"the problem {unreadable.reason}", "Give a file that defines `class Model`") from None
         return reading, self._embedder.embed([Passage(source, reading)])[0]
 
-    def retrieve(self, query: Query, live: Snapshot = NO_ADDITIONS) -> Retrieved:
+    def retrieve(self, query: Query, live: LiveEntries = NO_ADDITIONS) -> Retrieved:
         """The best examples for a problem; fewer than `k` where the rules leave fewer."""
         reading, vector = self.read(query.source)
         own = _one(query.problem_id, reading, vector)
@@ -133,14 +133,14 @@ class Retriever:
             seen, window = len(rows), 8 * window
         return self._answer(query, gathered, live)
 
-    def _answer(self, query: Query, gathered: _Gathered, live: Snapshot) -> Retrieved:
+    def _answer(self, query: Query, gathered: _Gathered, live: LiveEntries) -> Retrieved:
         def entry(row: int) -> Entry:
             return self._store.entry(row) if row >= 0 else live.entries[-1 - row]
 
         vectors = np.stack(gathered.vectors) if gathered.vectors else np.zeros((0, 1), np.float32)
         ranked: list[Ranked] = rank(gathered.candidates, vectors, query.k, query.backend, self._options)
         hits = [Hit(entry(gathered.rows[r.position]), r.score, r.parts) for r in ranked]
-        nearest = [Refusal(entry(row).uid, rule, score) for row, rule, score in gathered.nearest]
+        nearest = [NotTaken(entry(row).uid, rule, score) for row, rule, score in gathered.nearest]
         version = f"{self.build}+{live.version}" if live.version else self.build
         return Retrieved(hits, gathered.refused, version, nearest)
 
@@ -177,7 +177,7 @@ class _Gathered:
                 self.vectors.append(vectors[place])
                 self.rows.append(int(rows[place]))
 
-    def add_live(self, live: Snapshot, vector: NDArray[np.float32]) -> None:
+    def add_live(self, live: LiveEntries, vector: NDArray[np.float32]) -> None:
         if live.entries:
             rows = -1 - np.arange(len(live.entries))
             self.add(live.facts, live.vectors, live.vectors @ vector, rows)
@@ -199,7 +199,7 @@ def _candidate(fact: Facts, similarity: float) -> Rankable:
     )
 
 
-def _one(problem_id: str, reading: Reading, vector: NDArray[np.float32]) -> Protected:
+def _one(problem_id: str, reading: ReferenceFacts, vector: NDArray[np.float32]) -> Protected:
     problem = id_hash(problem_id)
     return Protected(
         np.array([problem] if problem else [], np.uint64),

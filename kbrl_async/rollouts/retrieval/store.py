@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kbrl_async.errors import UserError
-from kbrl_async.kernels.syntax import Reading
+from kbrl_async.kernels.syntax import ReferenceFacts
 from kbrl_async.rollouts.retrieval.embedders import Embedder, is_known, open_embedder
 from kbrl_async.rollouts.retrieval.entries import BACKENDS, Entry
 from kbrl_async.rollouts.retrieval.vectors import VectorIndex
@@ -81,7 +81,7 @@ def id_hash(problem_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(problem_id.encode("utf-8", "replace"), digest_size=8).digest(), "little") | 1
 
 
-def fact_of(entry: Entry, reading: Reading) -> tuple[int, int, int, int, bool, float, int]:
+def fact_of(entry: Entry, reading: ReferenceFacts) -> tuple[int, int, int, int, bool, float, int]:
     """One row of `FACT`."""
     backend = BACKENDS.index(entry.backend) if entry.backend in BACKENDS else 0
     speedup = float("nan") if entry.speedup is None else entry.speedup
@@ -89,7 +89,7 @@ def fact_of(entry: Entry, reading: Reading) -> tuple[int, int, int, int, bool, f
     return reading.code_hash, reading.chain_hash, id_hash(entry.problem_id), backend, entry.verified, speedup, shown
 
 
-class Store:
+class IndexReader:
     """An opened index. Safe for any number of readers."""
 
     def __init__(self, path: Path) -> None:

@@ -30,11 +30,11 @@ import msgspec
 from kbrl_async.durable import wants_room
 from kbrl_async.errors import CheckpointError, DiskFull, HostError
 from kbrl_async.runs.archive.history import open_read_only
-from kbrl_async.runs.archive.rows import GroupEnd, Row, TurnOutcome, Update, make_row
+from kbrl_async.runs.archive.rows import GroupEnd, TurnOutcome, TurnRow, UpdateRow, make_row
 from protocols.records import says_nothing
 from protocols.rollout import Record, RecordError, StageSpan
 
-__all__ = ["FILE", "Archive", "ArchiveWriter", "GroupEnd", "Row", "TurnOutcome", "Update", "make_row"]
+__all__ = ["FILE", "ArchiveReader", "ArchiveWriter", "GroupEnd", "TurnOutcome", "TurnRow", "UpdateRow", "make_row"]
 
 FILE = "rollouts.sqlite"
 FORMAT = 1
@@ -71,8 +71,8 @@ CREATE TABLE IF NOT EXISTS updates (
 
 _ADDED = {"disturbed": "0", "step": "''"}
 """Columns that archives from before lack, and what stands for them there."""
-_OWN = Row.__struct_fields__[: Row.__struct_fields__.index("batch_id")]
-"""Columns of the table; the rest of a `Row` is joined."""
+_OWN = TurnRow.__struct_fields__[: TurnRow.__struct_fields__.index("batch_id")]
+"""Columns of the table; the rest of a `TurnRow` is joined."""
 _INSERT_ROW = f"INSERT OR IGNORE INTO rollouts ({', '.join(_OWN)}) VALUES ({', '.join('?' * len(_OWN))})"  # noqa: S608 - constants
 _SPANS = msgspec.msgpack.Decoder(tuple[StageSpan, ...])
 _METRICS = msgspec.msgpack.Decoder(dict[str, float])
@@ -114,7 +114,7 @@ class ArchiveWriter:
     ) -> None:
         self.close()
 
-    def add(self, row: Row, frames: Sequence[bytes] = (), *, keep: bool = False) -> Future[None]:
+    def add(self, row: TurnRow, frames: Sequence[bytes] = (), *, keep: bool = False) -> Future[None]:
         """One scored turn with the frames of its record (none: columns only). `keep`: never evicted."""
         held = list(frames)
         return self._later(lambda db: self._insert(db, row, held, keep))
@@ -129,7 +129,7 @@ class ArchiveWriter:
         rows = [(g.group_id, g.problem_id, str(g.outcome), g.reason, g.clock) for g in groups]
         return self._many("INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, ?)", rows)
 
-    def updated(self, update: Update) -> Future[None]:
+    def updated(self, update: UpdateRow) -> Future[None]:
         """What the learner reported."""
         metrics = msgspec.msgpack.encode(update.metrics)
         row = (update.batch_id, update.version, metrics, update.started, update.finished)
@@ -183,7 +183,7 @@ class ArchiveWriter:
             for _, future in items:
                 future.set_result(None)
 
-    def _insert(self, db: sqlite3.Connection, row: Row, frames: list[bytes], keep: bool) -> None:
+    def _insert(self, db: sqlite3.Connection, row: TurnRow, frames: list[bytes], keep: bool) -> None:
         packed = zlib.compress(msgspec.msgpack.encode(frames), 1) if frames else b""
         values = [getattr(row, name) for name in _OWN[:-2]]
         done = db.execute(_INSERT_ROW, [*values, msgspec.msgpack.encode(row.spans), len(packed)])
@@ -203,7 +203,7 @@ class ArchiveWriter:
         self._db.executemany("UPDATE rollouts SET bytes = 0 WHERE id = ?", doomed)
 
 
-class Archive:
+class ArchiveReader:
     """A run's archive, read-only; a run may go on writing meanwhile.
 
     with Archive(run_dir / FILE) as archive:
@@ -224,7 +224,7 @@ class Archive:
             "FROM rollouts r LEFT JOIN outcomes o ON o.task_id = r.task_id"
         )
 
-    def __enter__(self) -> Archive:
+    def __enter__(self) -> ArchiveReader:
         return self
 
     def __exit__(
@@ -250,7 +250,7 @@ class Archive:
         batch_id: str | None = None,
         fault: str | None = None,
         prefix: str = "",
-    ) -> Iterator[Row]:
+    ) -> Iterator[TurnRow]:
         """Rows that have all these values, in order of scoring. `prefix`: of the task id."""
         wanted = {
             "r.task_id": task_id,
@@ -286,20 +286,20 @@ class Archive:
         """How groups ended, by id."""
         return {found[0]: GroupEnd(*found) for found in self._db.execute("SELECT * FROM groups")}
 
-    def updates(self) -> list[Update]:
+    def updates(self) -> list[UpdateRow]:
         """What the learner reported, by version."""
         found = self._db.execute("SELECT * FROM updates ORDER BY version")
-        return [Update(batch, version, _METRICS.decode(m), start, end) for batch, version, m, start, end in found]
+        return [UpdateRow(batch, version, _METRICS.decode(m), start, end) for batch, version, m, start, end in found]
 
 
-def _row(found: tuple[object, ...]) -> Row:
+def _row(found: tuple[object, ...]) -> TurnRow:
     values = dict(zip(_OWN, found, strict=False))
     batch_id, trained_on, turn_return, advantage = found[len(_OWN) :]
     spans = _SPANS.decode(values.pop("spans"))  # type: ignore[arg-type] # the column is a blob
     late = {"batch_id": batch_id or "", "trained_on": trained_on, "turn_return": turn_return, "advantage": advantage}
     flags = {name: bool(values.pop(name)) for name in ("compiled", "correct", "disturbed")}
     flags["disturbed"] |= says_nothing(values["lo"], values["hi"])  # type: ignore[arg-type] # numbers or null
-    return Row(**values, **flags, **late, spans=spans)  # type: ignore[arg-type] # as they were inserted
+    return TurnRow(**values, **flags, **late, spans=spans)  # type: ignore[arg-type] # as they were inserted
 
 
 def _columns(db: sqlite3.Connection) -> set[str]:

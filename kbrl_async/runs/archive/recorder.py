@@ -17,7 +17,7 @@ from kbrl_async.evaluation import heldout
 from kbrl_async.rollouts.buffer.events import BatchMade, Closed
 from kbrl_async.rollouts.scoring import ScoredTurn
 from kbrl_async.rollouts.turns import turn_id
-from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, TurnOutcome, Update, make_row
+from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, GroupEnd, TurnOutcome, UpdateRow, make_row
 from kbrl_async.runs.archive.rows import AFTER, BEFORE
 from kbrl_async.runs.settings import Archive
 from protocols.messages import Task
@@ -28,7 +28,7 @@ PURPOSES = {heldout.BEFORE: BEFORE, heldout.AFTER: AFTER}
 """Of those groups whose rows are neither training nor plain evaluation."""
 
 
-class Recorder:
+class RolloutRecorder:
     """`all` records, only the `best` ones (rows of all), or `none` at all. Each call returns when it is on disk."""
 
     def __init__(self, settings: Archive, run_dir: Path) -> None:
@@ -80,7 +80,7 @@ class Recorder:
     async def updated(self, report: UpdateReport) -> None:
         """The learner's report."""
         if self._writer is not None:
-            update = Update(
+            update = UpdateRow(
                 report.batch_id, report.policy_version, report.metrics, report.started_at, report.finished_at
             )
             await asyncio.wrap_future(self._writer.updated(update))

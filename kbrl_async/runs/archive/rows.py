@@ -13,7 +13,7 @@ from protocols.rollout import Record, StageSpan
 BEFORE, AFTER, EVAL, TRAIN = "before", "after", "eval", "train"
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class TurnRow(msgspec.Struct, frozen=True, kw_only=True):
     """One scored turn in columns; the last five are known once it was trained on."""
 
     task_id: str
@@ -81,7 +81,7 @@ class GroupEnd(msgspec.Struct, frozen=True):
     clock: float = 0.0
 
 
-class Update(msgspec.Struct, frozen=True):
+class UpdateRow(msgspec.Struct, frozen=True):
     """What the learner reported of a batch."""
 
     batch_id: str
@@ -94,11 +94,11 @@ class Update(msgspec.Struct, frozen=True):
 
 def make_row(
     task_id: str, record: Record, *, at: float, clock: float = 0.0, purpose: str = "", reward: float | None = None
-) -> Row:
+) -> TurnRow:
     """The columns of a record. `purpose`: left out, the request's own. `reward`: None where infrastructure failed."""
     request, generation, timing = record.request, record.generation, record.timing
     is_lost = record.status == Status.OK and not record.is_scorable
-    return Row(
+    return TurnRow(
         task_id=task_id,
         group_id=request.group_id,
         rollout_id=request.rollout_id,

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from kbrl_async.runs.archive.archive import FILE, Archive
-from kbrl_async.runs.archive.rows import Row
+from kbrl_async.runs.archive.archive import FILE, ArchiveReader
+from kbrl_async.runs.archive.rows import TurnRow
 from kbrl_async.runs.demonstrations.formats import ASSISTANT, USER, Conversation, FormatError, Message
 from protocols.records import VERIFIER, Purpose
 
@@ -32,7 +32,7 @@ def best_answers(run: Path, keep: int, *, include_eval: bool) -> Iterator[tuple[
 
     `include_eval`: those of evaluations, and so of held-out problems, too.
     """
-    with Archive(run / FILE) as archive:
+    with ArchiveReader(run / FILE) as archive:
         ranked = sorted(_right(archive, include_eval), key=_rank)
         kept: dict[str, set[str]] = {}
         for row in ranked:
@@ -48,17 +48,17 @@ def best_answers(run: Path, keep: int, *, include_eval: bool) -> Iterator[tuple[
             yield f"{run}:{row.task_id}", found
 
 
-def _rank(row: Row) -> tuple[str, bool, float, float]:
+def _rank(row: TurnRow) -> tuple[str, bool, float, float]:
     """Those whose time was disturbed come last."""
     return row.problem_id, row.disturbed, -(row.reward or 0.0), -(row.lo or 0.0)
 
 
-def _right(archive: Archive, include_eval: bool) -> Iterator[Row]:
+def _right(archive: ArchiveReader, include_eval: bool) -> Iterator[TurnRow]:
     rows = archive.rows(purpose=None if include_eval else Purpose.TRAIN)
     return (row for row in rows if row.correct and row.role != VERIFIER)
 
 
-def _conversation(archive: Archive, row: Row, include_eval: bool) -> Conversation | FormatError:
+def _conversation(archive: ArchiveReader, row: TurnRow, include_eval: bool) -> Conversation | FormatError:
     record = archive.record(row.task_id)
     if record is None or record.generation is None:
         return FormatError("its record is no longer in the archive (archive.max_bytes, archive.keep)")

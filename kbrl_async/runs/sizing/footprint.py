@@ -59,7 +59,7 @@ class Footprint(msgspec.Struct, frozen=True):
         return self.parts.get(name, 0.0) / GB
 
 
-class Learning(msgspec.Struct, frozen=True, kw_only=True):
+class LearnerSizing(msgspec.Struct, frozen=True, kw_only=True):
     """How a policy is held and trained."""
 
     tokens: int
@@ -107,7 +107,7 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
         return self.held == "bf16" or (self.sharded and self.bf16 and not self.autocast)
 
 
-def learner(shape: ModelShape, how: Learning) -> Footprint:
+def learner(shape: ModelShape, how: LearnerSizing) -> Footprint:
     """Of one rank, at the peak of an update."""
     split = how.ranks if how.sharded else 1
     parts = {"weights": HELD[how.held] * shape.parameters / split}
@@ -127,13 +127,13 @@ def learner(shape: ModelShape, how: Learning) -> Footprint:
     return Footprint({name: count for name, count in parts.items() if count})
 
 
-def _gathered(shape: ModelShape, how: Learning) -> float:
+def _gathered(shape: ModelShape, how: LearnerSizing) -> float:
     """The layer that is computed, the one that is fetched meanwhile, and what stands around all layers."""
     item = float(BF16) if how.computes_held_bf16 else HELD[how.held]
     return item * (2 * shape.layer + shape.embedding + shape.head)
 
 
-def _passes(shape: ModelShape, how: Learning, held: float) -> dict[str, float]:
+def _passes(shape: ModelShape, how: LearnerSizing, held: float) -> dict[str, float]:
     """What a forward and backward pass adds to `held`."""
     loss = loss_bytes(shape, how)
     if how.path != "plain":
@@ -157,7 +157,7 @@ def _passes(shape: ModelShape, how: Learning, held: float) -> dict[str, float]:
     }
 
 
-def _as_fits(shape: ModelShape, how: Learning, held: float) -> dict[str, float]:
+def _as_fits(shape: ModelShape, how: LearnerSizing, held: float) -> dict[str, float]:
     """Layer by layer between nothing and all computed again."""
     most, least = (
         _passes(shape, msgspec.structs.replace(how, recomputed=which), held)
@@ -170,7 +170,7 @@ def _as_fits(shape: ModelShape, how: Learning, held: float) -> dict[str, float]:
     return {**least, "activations": max(least["activations"], min(room, most["activations"]))}
 
 
-def layer_bytes(shape: ModelShape, how: Learning) -> float:
+def layer_bytes(shape: ModelShape, how: LearnerSizing) -> float:
     """Of one token, all that a layer of transformers keeps for its backward pass.
 
     A norm keeps its input in fp32, and what it scales where its weight is trained; a product its input (LoRA: that of
@@ -188,12 +188,12 @@ def layer_bytes(shape: ModelShape, how: Learning) -> float:
     return norms + inputs * shape.hidden + attention + 4 * item * shape.width + 7 * how.rank * item
 
 
-def _scaled(how: Learning) -> int:
+def _scaled(how: LearnerSizing) -> int:
     """Bytes a number of what a norm scales, kept for the gradient of its weight."""
     return 0 if how.rank else BF16 if how.computes_held_bf16 else FP32
 
 
-def _copies(shape: ModelShape, how: Learning) -> float:
+def _copies(shape: ModelShape, how: LearnerSizing) -> float:
     """autocast's, of weights in fp32: the graph holds them until the backward pass has used them."""
     if not how.bf16 or how.computes_held_bf16 or how.held != "fp32":
         return 0.0
@@ -201,7 +201,7 @@ def _copies(shape: ModelShape, how: Learning) -> float:
     return float(BF16 * (layers + shape.embedding))
 
 
-def loss_bytes(shape: ModelShape, how: Learning) -> float:
+def loss_bytes(shape: ModelShape, how: LearnerSizing) -> float:
     """Logits of a chunk of tokens with what softmax and its gradient make of them; see `learning.logprobs`."""
     scored = how.scored or how.tokens
     at_once = memory.logits_at_once(on_gpu=how.on_gpu)
@@ -211,9 +211,9 @@ def loss_bytes(shape: ModelShape, how: Learning) -> float:
     return float(chunk * (3 * FP32 + (how.item if how.bf16 else 0)))
 
 
-def _by_kernels(shape: ModelShape, how: Learning, room: float) -> float:
+def _by_kernels(shape: ModelShape, how: LearnerSizing, room: float) -> float:
     """What the learner itself plans to keep of a microbatch, see `learning.fused.memory`."""
-    sizes = memory.Shape(
+    sizes = memory.DecoderShape(
         shape.layers,
         shape.hidden,
         shape.width,
@@ -227,7 +227,7 @@ def _by_kernels(shape: ModelShape, how: Learning, room: float) -> float:
     return memory.activation_bytes(sizes, how.tokens, memory.planned(how.recomputed, sizes, how.tokens, room))
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class SamplerSizing(msgspec.Struct, frozen=True, kw_only=True):
     """How a policy is sampled from by transformers, in one process."""
 
     slots: int
@@ -242,7 +242,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens: int = 4096
 
 
-def transformers_sampler(shape: ModelShape, how: Sampling) -> Footprint:
+def transformers_sampler(shape: ModelShape, how: SamplerSizing) -> Footprint:
     """fp32 throughout. Two copies of a LoRA base (one stays as it was loaded); a full version is a copy each."""
     versions = 1 if how.rank else how.versions
     drawn = 5 * FP32 * how.slots * shape.vocabulary  # logits, log-probs, their sum, and what sorts them

@@ -30,9 +30,9 @@ from kbrl_async.runs.sizing.footprint import (
     CONTEXT,
     GB,
     Footprint,
-    Learning,
+    LearnerSizing,
     Recomputed,
-    Sampling,
+    SamplerSizing,
     learner,
     served_weights,
     transformers_sampler,
@@ -78,13 +78,13 @@ def longest(config: Config, shape: ModelShape) -> int:
     return min(wanted, shape.positions) if shape.positions else wanted
 
 
-def learning_of(config: Config, shape: ModelShape, capacity: float | None) -> Learning:
+def learning_of(config: Config, shape: ModelShape, capacity: float | None) -> LearnerSizing:
     """How the configuration has the policy trained, on GPUs of so many bytes; None: on a CPU."""
     settings, on_gpu = config.learner, capacity is not None
     bf16 = settings.dtype == "bfloat16" or (settings.dtype == "auto" and on_gpu)
     is_sharded = settings.shard and settings.processes > 1
     tokens = -(-max(settings.microbatch_tokens, longest(config, shape)) // settings.context_parallel)
-    return Learning(
+    return LearnerSizing(
         tokens=tokens,
         scored=max(1, tokens * config.max_tokens // (PROMPT_TOKENS + config.max_tokens)),
         rank=config.lora_rank,
@@ -154,7 +154,7 @@ def _sampler(config: Config, shape: ModelShape, capacity: float | None) -> Footp
     """None: it computes elsewhere, or how is not known."""
     settings, adapters = config.sampler, 3 if config.agents.adapters else 1
     if settings.engine == "transformers":
-        how = Sampling(
+        how = SamplerSizing(
             slots=settings.slots,
             length=longest(config, shape),
             rank=config.lora_rank,
@@ -246,7 +246,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the longest prompt and answer."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class LayoutRow(msgspec.Struct, frozen=True):
     """One way to hold a learner or a sampler, and whether one of its GPUs has room for it alone."""
 
     name: str
@@ -262,7 +262,7 @@ class Advice(msgspec.Struct, frozen=True):
 
     shape: ModelShape
     wish: Wish
-    rows: list[Row]
+    rows: list[LayoutRow]
     settings: dict[str, Any]
     """Keys of a configuration; empty where nothing fits."""
     problem: str = ""
@@ -310,8 +310,8 @@ def _powers(most: int) -> Iterator[int]:
         count *= 2
 
 
-def _learning(shape: ModelShape, wish: Wish, ranks: int, room: float) -> Learning:
-    return Learning(
+def _learning(shape: ModelShape, wish: Wish, ranks: int, room: float) -> LearnerSizing:
+    return LearnerSizing(
         tokens=wish.length,
         rank=wish.rank,
         held="bf16" if wish.rank else "fp32",
@@ -324,20 +324,20 @@ def _learning(shape: ModelShape, wish: Wish, ranks: int, room: float) -> Learnin
     )
 
 
-def _learner_rows(shape: ModelShape, wish: Wish, ranks: int) -> Iterator[Row]:
+def _learner_rows(shape: ModelShape, wish: Wish, ranks: int) -> Iterator[LayoutRow]:
     room = (1 - RESERVE) * wish.capacity
     how = f"LoRA {wish.rank}" if wish.rank else "full weights"
     held = learner(shape, _learning(shape, wish, ranks, 0.9 * room))
-    yield Row(f"learner, {how}", ranks, held, held.total <= room)
+    yield LayoutRow(f"learner, {how}", ranks, held, held.total <= room)
 
 
-def _sampler_row(shape: ModelShape, wish: Wish, parts: int) -> Row:
+def _sampler_row(shape: ModelShape, wish: Wish, parts: int) -> LayoutRow:
     room = 0.9 * wish.capacity
     weights = served_weights(shape, parts) * (1 if wish.rank else 2)
     slots = _slots(shape, wish, room - weights - VLLM_BESIDE, parts)
     cache = shape.kv_bytes(BF16) * max(1, slots) * wish.length / parts
     held = Footprint({"weights": weights, "vLLM": VLLM_BESIDE, "KV cache": cache})
-    return Row(f"sampler, vLLM, {max(1, slots)} slots", parts, held, slots > 0, slots)
+    return LayoutRow(f"sampler, vLLM, {max(1, slots)} slots", parts, held, slots > 0, slots)
 
 
 def _slots(shape: ModelShape, wish: Wish, room: float, parts: int = 1) -> int:
@@ -390,7 +390,7 @@ def _apart(shape: ModelShape, wish: Wish) -> dict[str, Any]:
     return found | {"sampler.memory_share": round(share + 0.005, 2)}
 
 
-def _split(wish: Wish, learners: Sequence[Row], samplers: Sequence[Row]) -> dict[str, Any]:
+def _split(wish: Wish, learners: Sequence[LayoutRow], samplers: Sequence[LayoutRow]) -> dict[str, Any]:
     """The smallest learner, and samplers with the most slots beside it; an eighth of the GPUs time."""
     benches = max(1, wish.gpus // 8)
     trained = min((row for row in learners if row.fits), key=lambda row: row.gpus, default=None)
@@ -415,7 +415,7 @@ def _split(wish: Wish, learners: Sequence[Row], samplers: Sequence[Row]) -> dict
     return found
 
 
-def _too_large(shape: ModelShape, wish: Wish, rows: Sequence[Row]) -> str:
+def _too_large(shape: ModelShape, wish: Wish, rows: Sequence[LayoutRow]) -> str:
     alone = {row.name.partition(",")[0]: row.gpus for row in reversed(rows) if row.fits}
     if len(alone) == 2:
         needed = alone["learner"] + alone["sampler"] + 1

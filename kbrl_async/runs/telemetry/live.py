@@ -21,7 +21,7 @@ import msgspec
 from kbrl_async.runs.telemetry import system_metrics
 from kbrl_async.runs.telemetry.progress import MAKING, Progress
 from kbrl_async.runs.telemetry.system_metrics import WorkerSample
-from protocols.messages import Load, StatusReport, Trouble, WorkerStanding
+from protocols.messages import Load, StatusReport, TroubleReport, WorkerStanding
 
 RESULT_FACTS = (
     "reward_mean",
@@ -37,7 +37,7 @@ LEARNER_FACTS = ("loss", "entropy", "grad_norm", "ess")
 """Facts of the last update, as the learner sends them."""
 
 
-class Rates(msgspec.Struct, frozen=True):
+class RunRates(msgspec.Struct, frozen=True):
     """Over the last half minute."""
 
     rollouts_per_s: float
@@ -59,7 +59,7 @@ class StageView(msgspec.Struct, frozen=True):
 
 
 class Error(msgspec.Struct, frozen=True):
-    """As `Trouble`, with names in JSON."""
+    """As `TroubleReport`, with names in JSON."""
 
     at: float
     who: str
@@ -100,7 +100,7 @@ class View(msgspec.Struct, frozen=True):
     """How long the broker has not answered."""
     progress: Progress | None = None
     """How far the run is, where its folder is on this host."""
-    rates: Rates | None = None
+    rates: RunRates | None = None
     staleness_max: int = 0
     """Most policy versions that a task under way is behind."""
     facts: dict[str, float] = msgspec.field(default_factory=dict)
@@ -116,7 +116,7 @@ class View(msgspec.Struct, frozen=True):
 def view(
     before: StatusReport | None,
     now: StatusReport,
-    more: Iterable[Trouble] = (),
+    more: Iterable[TroubleReport] = (),
     away_s: float = 0.0,
     progress: Progress | None = None,
     expected: Sequence[str] = (),
@@ -142,7 +142,7 @@ def view(
         policy_version=now.policy_version,
         away_s=away_s,
         progress=progress,
-        rates=Rates(**now.rates) if now.rates.keys() == set(Rates.__struct_fields__) else None,
+        rates=RunRates(**now.rates) if now.rates.keys() == set(RunRates.__struct_fields__) else None,
         staleness_max=max((stage.lag_max for stage in now.stages), default=0),
         facts={name: value for load in loads for name, value in load.facts.items()},
         stages=[StageView(**msgspec.structs.asdict(stage)) for stage in now.stages],
@@ -155,9 +155,9 @@ def view(
     )
 
 
-def rates(before: StatusReport, now: StatusReport) -> Rates:
+def rates(before: StatusReport, now: StatusReport) -> RunRates:
     """What the broker tells in its reports; `before` must be older."""
-    return Rates(**system_metrics.rates(_counted(before), _counted(now), elapsed_s(before, now)))
+    return RunRates(**system_metrics.rates(_counted(before), _counted(now), elapsed_s(before, now)))
 
 
 def elapsed_s(before: StatusReport, now: StatusReport) -> float:

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import msgspec
 
-from protocols.messages import Trouble
+from protocols.messages import TroubleReport
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 MAX_LINE_BYTES = 8 << 20
@@ -224,9 +224,9 @@ class LastErrors:
         # of what is there already only the end: a long run's logs are not read for the sake of their last lines
         begins = {path: max(0, whole_size(path) - _BLOCK) for path in files(folder)}
         self._follower = Follower(folder, begins, self._broken)
-        self._last: deque[Trouble] = deque(maxlen=kept)
+        self._last: deque[TroubleReport] = deque(maxlen=kept)
 
-    def look(self) -> list[Trouble]:
+    def look(self) -> list[TroubleReport]:
         """Oldest first."""
         for line in self._follower.new():
             if LEVELS.get(str(line.event.get("level")), 0) >= LEVELS["warning"]:
@@ -237,7 +237,7 @@ class LastErrors:
         self._follower.close()
 
 
-def _trouble(line: LoggedEvent) -> Trouble:
+def _trouble(line: LoggedEvent) -> TroubleReport:
     event = line.event
     try:
         at = datetime.datetime.fromisoformat(line.at).timestamp()
@@ -246,7 +246,7 @@ def _trouble(line: LoggedEvent) -> Trouble:
     more = [f"{key}={value}" for key, value in event.items() if key not in _NOT_TOLD]
     reason = str(event.get("exception", "")).strip().rpartition("\n")[2]
     words = " ".join([str(event.get("event", "")), *more, *([reason] if reason else [])])
-    return Trouble(at, str(event.get("process", "?")), " ".join(words.split()))
+    return TroubleReport(at, str(event.get("process", "?")), " ".join(words.split()))
 
 
 _NOT_TOLD = ("process", "pid", "timestamp", "level", "event", "exception", "stack", "logger")

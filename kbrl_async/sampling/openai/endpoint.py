@@ -47,7 +47,7 @@ class Spending(msgspec.Struct, frozen=True):
         )
 
 
-class Answer(msgspec.Struct, frozen=True):
+class EndpointAnswer(msgspec.Struct, frozen=True):
     """What one answer said."""
 
     text: str
@@ -132,14 +132,14 @@ _BODY = msgspec.json.Decoder(_Body)
 _MODELS = msgspec.json.Decoder(_Models)
 
 
-def read_answer(content: bytes) -> Answer:
+def read_answer(content: bytes) -> EndpointAnswer:
     """:raises Garbled: it is not JSON, or holds no choice."""
     body = _decoded(content)
     choice, usage = body.choices[0], body.usage or _Usage()
     logprobs = choice.logprobs or _Logprobs()
     values = [token.logprob for token in logprobs.content or []] or logprobs.token_logprobs or []
     text = choice.message.content if choice.message else choice.text
-    return Answer(
+    return EndpointAnswer(
         text=text or "",
         finish_reason="length" if choice.finish_reason == "length" else "stop",
         usage=Usage(usage.prompt_tokens, usage.completion_tokens),

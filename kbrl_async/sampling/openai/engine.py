@@ -33,7 +33,7 @@ import msgspec
 from kbrl_async.errors import ConfigError, InfraError, KbrlError, PolicyMismatch
 from kbrl_async.sampling.engine import Completion, EngineSetup, EngineStats, Tokenizer, check_params
 from kbrl_async.sampling.openai import endpoint
-from kbrl_async.sampling.openai.endpoint import Answer, Garbled, Spending
+from kbrl_async.sampling.openai.endpoint import EndpointAnswer, Garbled, Spending
 from kbrl_async.sampling.openai.pacing import Pace, back_off_s, retry_after_s
 from kbrl_async.sampling.settings import Sampler
 from kbrl_async.secret import HIDDEN, secret
@@ -206,7 +206,7 @@ class OpenAIEngine:
             self._active -= 1
         return self._completion(answer, started)
 
-    async def _answer(self, prompt: str, params: SamplingParams, purpose: Purpose) -> Answer:
+    async def _answer(self, prompt: str, params: SamplingParams, purpose: Purpose) -> EndpointAnswer:
         style = self._settings.endpoint_style
 
         def body() -> dict[str, Any]:
@@ -221,7 +221,7 @@ class OpenAIEngine:
             raise ConfigError(cause, "Training needs both, for every token: set sampler.train_logprobs=false")
         return answer
 
-    async def _tries(self, route: str, body: Callable[[], dict[str, Any]]) -> tuple[bytes, Answer]:
+    async def _tries(self, route: str, body: Callable[[], dict[str, Any]]) -> tuple[bytes, EndpointAnswer]:
         """The first good answer. Every failure that may pass is tried again, with back-off, `retries` times."""
         failures = 0
         while True:
@@ -267,7 +267,7 @@ class OpenAIEngine:
         self._count(retries=1)
         await self._sleep(wait_s)
 
-    def _completion(self, answer: Answer, started: float) -> Completion:
+    def _completion(self, answer: EndpointAnswer, started: float) -> Completion:
         return Completion(
             prompt_ids=answer.prompt_ids,
             token_ids=answer.token_ids,

@@ -47,8 +47,8 @@ from kbrl_async.sampling.engine import (
 )
 from kbrl_async.sampling.settings import Sampler
 from kbrl_async.sampling.transformers.running_batch import BatchStats, RunningBatch, RunningSequence
-from kbrl_async.sampling.transformers.versions import Versions
-from kbrl_async.weights.direct import Group, Meeting, Offer
+from kbrl_async.sampling.transformers.versions import VersionLoader
+from kbrl_async.weights.direct import Meeting, TransferGroup, TransferOffer
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
 MAX_VERSIONS = 3
@@ -147,9 +147,9 @@ class TransformersEngine:
         self._waiting: deque[_Request] = deque()
         self._futures: dict[str, asyncio.Future[tuple[RunningSequence, int]]] = {}
         self._counters = BatchStats()
-        self._versions = Versions(model, self._make_batch)
+        self._versions = VersionLoader(model, self._make_batch)
         self._device = next(model.parameters()).device
-        self._group: Group | None = None
+        self._group: TransferGroup | None = None
         self._busy_s = 0.0
         self._failure: BaseException | None = None
         self._closed = False
@@ -206,9 +206,11 @@ class TransformersEngine:
         old, self._group = self._group, None
         if old is not None:
             await asyncio.to_thread(old.close)
-        self._group = await asyncio.to_thread(Group, meeting, link, 1, 1 + self.workers, self._device, patience_s)
+        self._group = await asyncio.to_thread(
+            TransferGroup, meeting, link, 1, 1 + self.workers, self._device, patience_s
+        )
 
-    async def receive(self, offer: Offer) -> None:
+    async def receive(self, offer: TransferOffer) -> None:
         async with self._load_lock:
             self._check_alive()
             group = self._group

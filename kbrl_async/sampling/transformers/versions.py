@@ -29,7 +29,7 @@ MakeBatch = Callable[[int, torch.nn.Module, Callable[[], None], str], RunningBat
 """From version, model, what activates its adapter, and the adapter's name."""
 
 
-class Versions:
+class VersionLoader:
     """Loads versions over one base, whose weights are never changed."""
 
     def __init__(self, base: torch.nn.Module, make_batch: MakeBatch) -> None:

@@ -43,12 +43,12 @@ from kbrl_async.sampling.engine import (
     wait_for_room,
 )
 from kbrl_async.sampling.forced import FORCED, forced_ids
-from kbrl_async.sampling.vllm.options import Parts, VLLMOptions, one_token, token_prompt
-from kbrl_async.sampling.vllm.proof import Prover, chosen
+from kbrl_async.sampling.vllm.options import VLLMOptions, VLLMParts, one_token, token_prompt
+from kbrl_async.sampling.vllm.proof import VLLMProver, chosen
 from kbrl_async.sampling.vllm.scheduler import Meter, Pausing
 from kbrl_async.sampling.vllm.versions import Draft, LiveVersions, Served
 from kbrl_async.weights import proven
-from kbrl_async.weights.direct import Meeting, Offer
+from kbrl_async.weights.direct import Meeting, TransferOffer
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
 FRUITLESS = 3
@@ -69,7 +69,7 @@ class VLLMEngine:
     def __init__(
         self,
         llm: Any,
-        parts: Parts,
+        parts: VLLMParts,
         tokenizer: Tokenizer,
         eos_ids: frozenset[int],
         options: VLLMOptions,
@@ -84,7 +84,7 @@ class VLLMEngine:
         self._stop_ids = sorted(eos_ids | {one_token(tokenizer, text) for text in options.settings.stop})
         self._prompts = Prompts(tokenizer, options.max_model_len)
         self._live = LiveVersions()
-        self._prover = Prover(options.dtype, options.temperature)
+        self._prover = VLLMProver(options.dtype, options.temperature)
         self._pausing = Pausing(llm, keep_kv=options.settings.keep_kv)
         self._serial = itertools.count()
         self._load_lock = asyncio.Lock()
@@ -281,7 +281,7 @@ class VLLMEngine:
         async with self._failing():
             await self._llm.collective_rpc("meet_learner", args=(where, link, 1 + self.workers, patience_s))
 
-    async def receive(self, offer: Offer) -> None:
+    async def receive(self, offer: TransferOffer) -> None:
         async with self._load_lock:
             self._check_alive()
             if offer.manifest.version <= self._live.newest or self._options.update != "full":

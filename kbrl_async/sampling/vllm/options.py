@@ -74,7 +74,7 @@ class VLLMOptions(msgspec.Struct, frozen=True):
         return self.roles * (self.live_versions + 1)
 
 
-class Parts(msgspec.Struct, frozen=True):
+class VLLMParts(msgspec.Struct, frozen=True):
     """What is used of vLLM besides the engine itself."""
 
     sampling_params: Callable[..., Any]
@@ -109,7 +109,7 @@ def _check_torch(version: str, torch: str, requirements: list[str]) -> None:
         raise MissingTool(f"vLLM {version} is built for torch {pins[0]}, and torch {torch} is installed", cure)
 
 
-def import_parts() -> Parts:
+def import_parts() -> VLLMParts:
     """MissingTool where vLLM is not installed or does not load."""
     version = check_installed()
     try:
@@ -121,7 +121,7 @@ def import_parts() -> Parts:
         raise MissingTool(f"vLLM {version} does not load: {first}", INSTALL) from error
     kinds = params.RequestOutputKind
     flat = "flat_logprobs" in getattr(vllm.SamplingParams, "__struct_fields__", ())
-    return Parts(vllm.SamplingParams, lora.LoRARequest, kinds.FINAL_ONLY, kinds.DELTA, flat)
+    return VLLMParts(vllm.SamplingParams, lora.LoRARequest, kinds.FINAL_ONLY, kinds.DELTA, flat)
 
 
 def arguments(options: VLLMOptions, known: frozenset[str]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ COMPARED = 8
 """Tokens of one position by which the temperature is measured."""
 
 
-class Prover:
+class VLLMProver:
     """`proof.Prover` over what vLLM returns; the temperature is part of each proof."""
 
     def __init__(self, dtype: str, temperature: float) -> None:

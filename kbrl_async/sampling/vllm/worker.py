@@ -37,20 +37,20 @@ class WorkerExtension:
 
     def meet_learner(self, meeting: bytes, link: int, size: int, patience_s: float) -> None:
         """Joins the learner's group, in place of an earlier one."""
-        from kbrl_async.weights.direct import Group, Meeting
+        from kbrl_async.weights.direct import Meeting, TransferGroup
 
         if self._group is not None:
             self._group.close()
         where = msgspec.json.decode(meeting, type=Meeting)
         parallel = self.vllm_config.parallel_config
         rank = 1 + parallel.data_parallel_rank * parallel.world_size + self.rank
-        self._group = Group(where, link, rank, size, self.device, patience_s)
+        self._group = TransferGroup(where, link, rank, size, self.device, patience_s)
 
     def receive_weights(self, offer: bytes) -> None:
         """What the group sends now, tensor by tensor, into the model in place."""
-        from kbrl_async.weights.direct import Offer
+        from kbrl_async.weights.direct import TransferOffer
 
-        index = msgspec.msgpack.decode(offer, type=Offer).index
+        index = msgspec.msgpack.decode(offer, type=TransferOffer).index
         for named in self._group.tensors(index):
             self.model_runner.model.load_weights([named])
 

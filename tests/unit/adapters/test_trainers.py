@@ -31,7 +31,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
     """Answers with a known worth; `lost` is one whose host fails, `bad` one whose problem does."""
     asked: list[tuple[str, str, str]] = []
 
-    async def known(answer: str, problem: str, options: verdicts.Options) -> float:
+    async def known(answer: str, problem: str, options: verdicts.RewardOptions) -> float:
         asked.append((answer, problem, options.preset))
         if "lost" in answer:
             raise InfraError("the sandbox died")
@@ -228,7 +228,7 @@ def served(monkeypatch: pytest.MonkeyPatch, *answers: tuple[int, Any]) -> list[d
     return asked
 
 
-OPTIONS = verdicts.Options(server="http://service", key="k", preset="correct", deadline_s=5.0)
+OPTIONS = verdicts.RewardOptions(server="http://service", key="k", preset="correct", deadline_s=5.0)
 
 
 def test_a_service_is_asked_until_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_a_service_is_asked_until_it_knows(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_what_a_service_refuses_is_raised(monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception]) -> None:
     served(monkeypatch, (code, {"error": {"cause": "it is so", "cure": "do this"}}))
-    options = verdicts.Options(server="http://service", deadline_s=0.2)
+    options = verdicts.RewardOptions(server="http://service", deadline_s=0.2)
     with pytest.raises(error):
         asyncio.run(verdicts.reward_of("text", REFERENCE, options))
 
@@ -252,12 +252,15 @@ def test_what_a_service_refuses_is_raised(monkeypatch: pytest.MonkeyPatch, code:
 def test_an_answer_too_long_for_the_service_is_the_policys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     served(monkeypatch, (413, {"error": {"cause": "too long"}}))
     assert asyncio.run(verdicts.reward_of("text", "L1/13", OPTIONS)) == 0.0
-    assert asyncio.run(verdicts.reward_of("text", "L1/13", verdicts.Options("http://service", preset="fork"))) == -2.0
+    assert (
+        asyncio.run(verdicts.reward_of("text", "L1/13", verdicts.RewardOptions("http://service", preset="fork")))
+        == -2.0
+    )
 
 
 def test_the_variables_say_what_options_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(verdicts.SERVER, "http://there")
     monkeypatch.setenv(verdicts.PRESET, "kevin")
-    assert verdicts.Options().resolved().server == "http://there"
-    assert verdicts.Options(preset="correct").resolved().preset == "correct"
-    assert verdicts.Options().resolved().preset == "kevin"
+    assert verdicts.RewardOptions().resolved().server == "http://there"
+    assert verdicts.RewardOptions(preset="correct").resolved().preset == "correct"
+    assert verdicts.RewardOptions().resolved().preset == "kevin"

@@ -10,7 +10,7 @@ import pytest
 from kbrl_async import cli
 from kbrl_async.kernels.audit import Auditor
 from kbrl_async.kernels.problems import audit_file, load_problems
-from kbrl_async.kernels.problems.audit_file import Finding, ProblemAudit, problem_hash
+from kbrl_async.kernels.problems.audit_file import AuditFinding, ProblemAudit, problem_hash
 from protocols.records import Problem
 
 SOURCE = "class Model: pass\ndef get_inputs(): pass\ndef get_init_inputs(): pass\n"
@@ -24,7 +24,7 @@ def problems(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / "mine" / "level1" / f"{number}_x.py").write_text(SOURCE)
 
     def audit(_auditor: Auditor, problem: Problem) -> ProblemAudit:
-        found = (Finding("zeros", "passes on 3 of 3", "ours"),) if problem.name == "2_x" else ()
+        found = (AuditFinding("zeros", "passes on 3 of 3", "ours"),) if problem.name == "2_x" else ()
         return ProblemAudit(problem.problem_id, problem_hash(problem), "flagged" if found else "clean", findings=found)
 
     monkeypatch.setattr(Auditor, "audit", audit)

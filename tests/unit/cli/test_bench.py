@@ -17,7 +17,7 @@ from kbrl_async.cli import bench
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.funnel import careful
 from kbrl_async.kernels.timing.methods import methods, ratio
-from kbrl_async.kernels.timing.resolution import Report, Row, Trial, summarise
+from kbrl_async.kernels.timing.resolution import CaseRow, ResolutionReport, Trial, summarise
 from kbrl_async.kernels.verify import Bench
 from kbrl_async.lab import self_test
 from kbrl_async.lab.self_test import Trials
@@ -27,12 +27,12 @@ from tests.candidates import elementwise
 CASES = self_test.CPU_CASES
 
 
-def row(name: str, ms: float, false_faster: float = 0.0) -> Row:
-    return Row(name, ms, 20, 0.01, false_faster, 0.0, 0.02, 1.0, 30, 0.1, methods={"naive median": 0.2})
+def row(name: str, ms: float, false_faster: float = 0.0) -> CaseRow:
+    return CaseRow(name, ms, 20, 0.01, false_faster, 0.0, 0.02, 1.0, 30, 0.1, methods={"naive median": 0.2})
 
 
-def quiet_report(false_faster: float = 0.0, load: float = 0.0) -> Report:
-    return Report("a chip", [row("short", 0.01, false_faster), row("long", 1.0)], load=load)
+def quiet_report(false_faster: float = 0.0, load: float = 0.0) -> ResolutionReport:
+    return ResolutionReport("a chip", [row("short", 0.01, false_faster), row("long", 1.0)], load=load)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "kbrl-async" / "bench-resolution-a-chip.json"
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+def answer(monkeypatch: pytest.MonkeyPatch, report: ResolutionReport) -> None:
     monkeypatch.setattr(bench, "measured_report", lambda *_: report)
 
 
@@ -92,7 +92,7 @@ def test_the_plot_is_well_formed_and_holds_every_kernel_and_method() -> None:
 
 
 def test_a_plot_of_nothing_is_still_a_plot() -> None:
-    text = self_test.svg(Report("a <chip>", []))
+    text = self_test.svg(ResolutionReport("a <chip>", []))
     assert ElementTree.fromstring(text).tag.endswith("svg")
     assert "a &lt;chip&gt;" in text
     assert "<circle" not in text

@@ -17,7 +17,7 @@ from kbrl_async.cli import main, status_client, top
 from kbrl_async.errors import UserError
 from kbrl_async.runs.config import Config, to_yaml
 from protocols.messages import Load, StatusReport, WorkerStanding
-from services.broker.server import Broker
+from services.broker.server import BrokerServer
 from services.runtime import addresses
 from tests.brokers import beside, serving
 
@@ -41,7 +41,7 @@ def while_served(run: Path, act: Callable[[], int]) -> int:
 
     async def play() -> int:
         options = beside(run, status_address=addresses(run).status, metrics_s=0.05)
-        async with serving(Broker(options)), asyncio.timeout(30):
+        async with serving(BrokerServer(options)), asyncio.timeout(30):
             return await asyncio.to_thread(act)
 
     return asyncio.run(play())

@@ -13,11 +13,11 @@ from kbrl_async.errors import InfraError, KbrlError, MissingTool, ProblemError, 
 from kbrl_async.kernels.backends import backend as load_backend
 from kbrl_async.kernels.backends import guess_backend
 from kbrl_async.kernels.backends.sanitize.parts import Sanitized
-from kbrl_async.kernels.backends.sanitize.sanitize import Finding
+from kbrl_async.kernels.backends.sanitize.sanitize import SanitizerFinding
 from kbrl_async.kernels.funnel import Result
 from kbrl_async.kernels.funnel.result import with_findings
-from kbrl_async.kernels.kernelbench.formats import Outcome
-from kbrl_async.kernels.kernelbench.runs import RunFolder, Written
+from kbrl_async.kernels.kernelbench.formats import SampleOutcome
+from kbrl_async.kernels.kernelbench.runs import RunFolder, VerificationEnd
 from kbrl_async.kernels.problems import load_file
 from protocols.records import Candidate, Fault, StageReport, Timing, Verdict
 
@@ -179,13 +179,15 @@ def test_a_run_folder_is_done_when_every_candidate_has_a_verdict(
         "class Model: pass\ndef get_inputs(): pass\ndef get_init_inputs(): pass\n"
     )
     (folder / "level_1_problem_1_sample_0_kernel.py").write_text("x\n")
-    written = Written([Outcome(1, 1, 0, "key", outcome, "" if outcome else "InfraError: lost")], ["a"], ["b"])
+    written = VerificationEnd(
+        [SampleOutcome(1, 1, 0, "key", outcome, "" if outcome else "InfraError: lost")], ["a"], ["b"]
+    )
     monkeypatch.setattr(RunFolder, "verify", lambda _self, _done: written)
     assert cli.main(["verify", "--run", str(folder), "--problems", str(folder)]) == code
 
 
 def test_a_sanitizers_finding_turns_a_right_candidate_into_a_wrong_one() -> None:
-    finding = Finding("sanitizer:heap-buffer-overflow", "write of 4 bytes", "line 5", Fault.ILLEGAL_ACCESS)
+    finding = SanitizerFinding("sanitizer:heap-buffer-overflow", "write of 4 bytes", "line 5", Fault.ILLEGAL_ACCESS)
     result = with_findings(RIGHT, Sanitized((finding,), ("asan",)), ())
     assert (result.fault, result.verdict.rule, result.timing) == (Fault.ILLEGAL_ACCESS, finding.rule, None)
 

@@ -20,8 +20,8 @@ from protocols.auth import Role
 from protocols.limits import LedgerOptions
 from protocols.sockets import ClientKeys
 from services.broker.options import BrokerOptions
-from services.broker.server import Broker
-from services.runtime import Outcome, Worker
+from services.broker.server import BrokerServer
+from services.runtime import HandlerOutcome, Worker
 from tests.brokers import endpoints, serving, until
 
 REMOTE = "tcp://10.0.0.1:5756"
@@ -90,7 +90,7 @@ def ask(folder: Path, worker_id: str, keys: ClientKeys | None = None, ring: Keyr
 
     async def play() -> msg.Welcome:
         options = BrokerOptions(str(folder), ANY, ANY, LedgerOptions(settings=RUN))
-        broker = Broker(options if ring is None else msgspec.structs.replace(options, keys=str(ring.folder)))
+        broker = BrokerServer(options if ring is None else msgspec.structs.replace(options, keys=str(ring.folder)))
         async with serving(broker):
             answer = await asyncio.to_thread(worker.welcome, endpoints(broker)[1], keys, worker_id)
             await until(lambda: not broker.ledger.pool.by_id)
@@ -146,12 +146,12 @@ def test_a_flag_that_contradicts_the_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_worker_of_another_run_does_not_go_on(tmp_path: Path) -> None:
-    async def work(_: msg.Task, __: list[bytes]) -> Outcome:
+    async def work(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
         raise AssertionError("it must not work")
 
     async def play() -> None:
         options = BrokerOptions(str(tmp_path), ANY, ANY, LedgerOptions(settings=RUN))
-        async with serving(Broker(options)) as broker:
+        async with serving(BrokerServer(options)) as broker:
             other = lambda text: agreed.differences(Config(), "timing_bench", text)  # noqa: E731
             with pytest.raises(ConfigError, match=r"timing_bench.cap_s is 0\.1 here and 0\.4 in the run"):
                 await Worker(endpoints(broker)[1], "b", ["bench"], 1, work, differs=other).run()

@@ -48,7 +48,7 @@ def run(tmp_path: Path, base: Path) -> Path:
     trainer = Trainer(model, update_settings(), "cpu")
     with torch.no_grad():
         next(model.parameters()).add_(0.25)
-    checkpoints.save(folder / "checkpoints", trainer, checkpoints.Progress(version=4), keep_checkpoints=2)
+    checkpoints.save(folder / "checkpoints", trainer, checkpoints.LearnerProgress(version=4), keep_checkpoints=2)
     return folder
 
 

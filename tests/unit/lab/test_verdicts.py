@@ -18,7 +18,7 @@ from kbrl_async.lab.verdicts import export_verdicts
 from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, make_row
 from kbrl_async.serving.documents import Ask, Job, Outcome, Trouble
 from kbrl_async.serving.journal import FILE as JOBS
-from kbrl_async.serving.journal import Journal
+from kbrl_async.serving.journal import JobJournal
 from protocols.records import BenchReport, Fault, Timing, Verdict
 from protocols.rollout import Record
 from tests.records import record
@@ -50,7 +50,7 @@ def service_of(folder: Path) -> Path:
     from tests.unit.serving.making import result
 
     folder.mkdir()
-    journal = Journal(folder / JOBS, keep=100)
+    journal = JobJournal(folder / JOBS, keep=100)
     for name, outcome in {
         "verified": Outcome(result()),
         "lost": Outcome(owner="host", trouble=Trouble("died")),

@@ -13,7 +13,7 @@ import pytest
 from kbrl_async.errors import InfraError, ProblemError, UserError
 from kbrl_async.kernels.funnel import Careful
 from kbrl_async.lab import workbench
-from kbrl_async.lab.answers import HistoryEntry, Report
+from kbrl_async.lab.answers import CandidateReport, HistoryEntry
 from kbrl_async.lab.history import History
 from kbrl_async.lab.workbench import Workbench
 from protocols.records import Timing
@@ -174,7 +174,7 @@ def timing(speedup: float, width: float, stopped: str = "resolved") -> Timing:
     ],
 )
 def test_a_comparison_claims_what_both_intervals_prove(one: Timing, other: Timing, claim: str) -> None:
-    report = Report("k", "p", "c", True, "ok", "timing", "", "", 10, 10)
+    report = CandidateReport("k", "p", "c", True, "ok", "timing", "", "", 10, 10)
     assert workbench._compared(report, report, one, other).claim == claim
 
 

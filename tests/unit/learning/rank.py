@@ -59,13 +59,13 @@ def digest(trainer: Trainer) -> list[float]:
 def train(trainer: Trainer, groups: list[TrainGroup], folder: Path) -> list[dict[str, float]]:
     """Metrics of two updates, of a third one, and of that again from the checkpoint before it."""
     metrics = [trainer.step(groups, 0.7, version=1) for _ in range(2)]
-    checkpoints.save(folder / "checkpoints", trainer, checkpoints.Progress(version=2), keep_checkpoints=2)
+    checkpoints.save(folder / "checkpoints", trainer, checkpoints.LearnerProgress(version=2), keep_checkpoints=2)
     publish(trainer, folder, 2)
     metrics.append(trainer.step(groups, 0.7, version=2))
     spoil(trainer, groups)
     assert checkpoints.resume(folder / "checkpoints", trainer) is not None
     metrics.append(trainer.step(groups, 0.7, version=2))
-    checkpoints.save(folder / "checkpoints", trainer, checkpoints.Progress(version=3), keep_checkpoints=2)
+    checkpoints.save(folder / "checkpoints", trainer, checkpoints.LearnerProgress(version=3), keep_checkpoints=2)
     return metrics
 
 

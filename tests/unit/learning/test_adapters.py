@@ -64,7 +64,7 @@ def test_a_checkpoint_holds_all_adapters_and_resumes_bit_by_bit(groups: list[Tra
     mixed = [*groups, *as_role(groups, "verifier"), *as_role(groups, "corrector")]
     first = Trainer(policy(), update_settings(learning_rate=1e-2))
     first.step(mixed, 1.0)
-    checkpoints.save(tmp_path, first, checkpoints.Progress(version=1), keep_checkpoints=2)
+    checkpoints.save(tmp_path, first, checkpoints.LearnerProgress(version=1), keep_checkpoints=2)
     second = Trainer(policy(), update_settings(learning_rate=1e-2))
     assert checkpoints.resume(tmp_path, second) is not None
     assert first.step(mixed, 1.0)["loss"] == second.step(mixed, 1.0)["loss"]

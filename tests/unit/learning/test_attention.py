@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kbrl_async.learning.fused import attention
-from kbrl_async.learning.fused.attention import TOLERANCE, Found, _plain, best, error_of, fastest
+from kbrl_async.learning.fused.attention import TOLERANCE, MeasuredKernel, _plain, best, error_of, fastest
 from kbrl_async.learning.recompute import again
 
 SHAPE = (4, 2, 16, 512, torch.bfloat16, torch.device("cpu"))
@@ -49,9 +49,14 @@ def test_a_kernel_that_is_wrong_in_one_place_is_found(wrong: object) -> None:
 
 
 def test_nothing_wrong_is_chosen_however_fast() -> None:
-    found = {"cudnn": Found(1.0, 0.35), "nan": Found(0.5, math.inf), "flash": Found(2.0, 0.004), "x": Found(3.0, 0.003)}
+    found = {
+        "cudnn": MeasuredKernel(1.0, 0.35),
+        "nan": MeasuredKernel(0.5, math.inf),
+        "flash": MeasuredKernel(2.0, 0.004),
+        "x": MeasuredKernel(3.0, 0.003),
+    }
     assert best(found) == "flash"
-    assert best({"a": Found(1.0, 0.3), "b": Found(2.0, 0.1)}) == "b"
+    assert best({"a": MeasuredKernel(1.0, 0.3), "b": MeasuredKernel(2.0, 0.1)}) == "b"
 
 
 def test_measuring_inside_of_a_layer_that_is_computed_again_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from kbrl_async.durable import MARKER, write_folder
 from kbrl_async.errors import CheckpointError, DiskFull
 from kbrl_async.learning import checkpoints
-from kbrl_async.learning.checkpoints import Progress
+from kbrl_async.learning.checkpoints import LearnerProgress
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import wrap_lora
 from kbrl_async.learning.trainer import Trainer
@@ -108,7 +108,7 @@ def test_resuming_gives_the_same_loss_curve_bit_by_bit(
     unbroken = run(fresh(), groups, 4)
     first = fresh()
     before = run(first, groups, 2)
-    checkpoints.save(tmp_path, first, Progress(version=2, last_batch_id="batch-1"), keep_checkpoints=2)
+    checkpoints.save(tmp_path, first, LearnerProgress(version=2, last_batch_id="batch-1"), keep_checkpoints=2)
     second = fresh()
     resumed = checkpoints.resume(tmp_path, second)
     assert resumed is not None
@@ -121,9 +121,9 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_it(
     tmp_path: Path, model: torch.nn.Module, groups: list[TrainGroup], damage: str
 ) -> None:
     trainer = Trainer(model, OPTIONS)
-    checkpoints.save(tmp_path, trainer, Progress(version=1), keep_checkpoints=2)
+    checkpoints.save(tmp_path, trainer, LearnerProgress(version=1), keep_checkpoints=2)
     trainer.step(groups, 1.0)
-    newest = checkpoints.save(tmp_path, trainer, Progress(version=2), keep_checkpoints=2)
+    newest = checkpoints.save(tmp_path, trainer, LearnerProgress(version=2), keep_checkpoints=2)
     tensors = newest / checkpoints.TENSORS
     whole = tensors.read_bytes()
     tensors.write_bytes(whole[:1000] if damage == "truncated" else whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_it(
 
 def test_damage_to_all_checkpoints_is_an_error_and_not_a_fresh_start(tmp_path: Path, model: torch.nn.Module) -> None:
     trainer = Trainer(model, OPTIONS)
-    folder = checkpoints.save(tmp_path, trainer, Progress(version=1), keep_checkpoints=2)
+    folder = checkpoints.save(tmp_path, trainer, LearnerProgress(version=1), keep_checkpoints=2)
     (folder / checkpoints.STATE).write_text("{")
     with pytest.raises(CheckpointError, match="step-000001"):
         checkpoints.resume(tmp_path, trainer)
@@ -146,7 +146,7 @@ def test_no_checkpoint_at_all_is_a_fresh_start(tmp_path: Path, model: torch.nn.M
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, model: torch.nn.Module) -> None:
-    checkpoints.save(tmp_path, Trainer(copy.deepcopy(model), OPTIONS), Progress(version=1), keep_checkpoints=2)
+    checkpoints.save(tmp_path, Trainer(copy.deepcopy(model), OPTIONS), LearnerProgress(version=1), keep_checkpoints=2)
     with pytest.raises(CheckpointError, match="another model"):
         checkpoints.restore(tmp_path / "step-000001", Trainer(wrap_lora(model, 2), OPTIONS))
 
@@ -155,12 +155,12 @@ def test_only_the_last_checkpoints_are_kept_and_leftovers_go(tmp_path: Path, mod
     trainer = Trainer(model, OPTIONS)
     (tmp_path / ".step-000000.1.tmp").mkdir(parents=True)
     for version in range(1, 4):
-        checkpoints.save(tmp_path, trainer, Progress(version=version), keep_checkpoints=2)
+        checkpoints.save(tmp_path, trainer, LearnerProgress(version=version), keep_checkpoints=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000002", "step-000003"]
 
 
 def test_a_checkpoint_holds_no_pickle(tmp_path: Path, model: torch.nn.Module) -> None:
-    folder = checkpoints.save(tmp_path, Trainer(model, OPTIONS), Progress(version=1), keep_checkpoints=2)
+    folder = checkpoints.save(tmp_path, Trainer(model, OPTIONS), LearnerProgress(version=1), keep_checkpoints=2)
     assert sorted(p.name for p in folder.iterdir()) == [MARKER, checkpoints.STATE, checkpoints.TENSORS]
     json.loads((folder / checkpoints.STATE).read_text())
 
@@ -182,5 +182,5 @@ def test_leftovers_go_first_so_that_they_do_not_fill_the_disk(
 
     monkeypatch.setattr(checkpoints, "save_file", full)
     with pytest.raises(DiskFull):
-        checkpoints.save(tmp_path, Trainer(model, OPTIONS), Progress(version=1), keep_checkpoints=2)
+        checkpoints.save(tmp_path, Trainer(model, OPTIONS), LearnerProgress(version=1), keep_checkpoints=2)
     assert not left.exists()

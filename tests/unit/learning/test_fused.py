@@ -13,7 +13,7 @@ import torch
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning import trainer as trainer_module
-from kbrl_async.learning.forward_backward import Fused
+from kbrl_async.learning.forward_backward import FusedPasses
 from kbrl_async.learning.fused import memory
 from kbrl_async.learning.fused.families import why_not, why_not_by_hand
 from kbrl_async.learning.fused.flat import bundle
@@ -75,10 +75,10 @@ def update(
 @pytest.mark.parametrize(
     ("share", "budget", "plan"),
     [
-        (False, 2048, memory.Plan(3, 3)),
-        (False, 20, memory.Plan(1, 3)),
-        (True, 2048, memory.Plan(0, 1)),
-        (True, 90, memory.Plan(1, 3)),
+        (False, 2048, memory.MemoryPlan(3, 3)),
+        (False, 20, memory.MemoryPlan(1, 3)),
+        (True, 2048, memory.MemoryPlan(0, 1)),
+        (True, 90, memory.MemoryPlan(1, 3)),
     ],
 )
 def test_the_fused_update_is_that_of_the_models_own_modules(
@@ -87,10 +87,10 @@ def test_the_fused_update_is_that_of_the_models_own_modules(
     monkeypatch: pytest.MonkeyPatch,
     share: bool,
     budget: int,
-    plan: memory.Plan,
+    plan: memory.MemoryPlan,
 ) -> None:
     _, plain, expected = update(adapted, prompted, monkeypatch, kernels="plain")
-    monkeypatch.setattr(Fused, "plan", lambda self, tokens: plan)
+    monkeypatch.setattr(FusedPasses, "plan", lambda self, tokens: plan)
     options = {"kernels": "fused", "share_prompts": share, "token_budget": budget}
     trainer, fused, found = update(adapted, prompted, monkeypatch, **options)
     assert trainer.passes.name == "fused"
@@ -152,7 +152,7 @@ def test_the_reference_of_a_penalty_is_the_model_without_its_adapter(
 
 def test_a_second_backward_pass_is_refused(adapted: torch.nn.Module) -> None:
     engine = Trainer(adapted, update_settings(kernels="fused")).passes
-    assert isinstance(engine, Fused)
+    assert isinstance(engine, FusedPasses)
     engine._decoder.refresh()
     (made,) = bundle([TrainSample("r", [1, 2], [3, 4], [], 0, 0, 0)], 100, share=False)
     total = engine._decoder(made.batches[0]).sum()
@@ -187,7 +187,7 @@ def test_a_frozen_head_gives_the_log_probs_and_gradients_of_a_trained_one() -> N
         torch.testing.assert_close(trained, kept)
 
 
-SHAPE = memory.Shape(layers=10, hidden=100, intermediate=400, query=100, key_value=50, itemsize=2)
+SHAPE = memory.DecoderShape(layers=10, hidden=100, intermediate=400, query=100, key_value=50, itemsize=2)
 
 
 def test_a_plan_keeps_everything_where_there_is_room_and_nothing_where_there_is_none() -> None:

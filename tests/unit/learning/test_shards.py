@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from kbrl_async.errors import CheckpointError, ConfigError, DiskFull
 from kbrl_async.learning import checkpoints, shards
-from kbrl_async.learning.checkpoints import Progress
+from kbrl_async.learning.checkpoints import LearnerProgress
 from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.policies.models import causal_lm, load_model
-from kbrl_async.learning.policies.streaming import Drawn, Folder, materialise, skeleton
+from kbrl_async.learning.policies.streaming import Folder, RandomWeights, materialise, skeleton
 from kbrl_async.learning.trainer import Trainer
 from protocols.records import TrainGroup
 from services.learner.policy import make_trainer, unfilled
@@ -54,7 +54,7 @@ def trainer(base: Path, alone: ProcessGroup) -> Trainer:
 
 
 def save(folder: Path, trainer: Trainer, version: int) -> None:
-    checkpoints.save(folder, trainer, Progress(version=version), keep_checkpoints=2)
+    checkpoints.save(folder, trainer, LearnerProgress(version=version), keep_checkpoints=2)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(
@@ -111,7 +111,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_changes(
     tmp_path: Path, trainer: Trainer, base: Path
 ) -> None:
     whole = make_trainer(settings("full"), base, "cpu")
-    checkpoints.save(tmp_path, whole, Progress(version=1), keep_checkpoints=2)
+    checkpoints.save(tmp_path, whole, LearnerProgress(version=1), keep_checkpoints=2)
     before = dict(trainer.gathered_weights() or ())
     with pytest.raises(CheckpointError, match="another model"):
         checkpoints.restore(tmp_path / "step-000001", trainer)
@@ -185,7 +185,7 @@ def test_a_base_that_is_not_there_is_said_as_for_a_whole_model(tmp_path: Path) -
 def test_a_shape_is_enough_for_random_weights(base: Path) -> None:
     lm = skeleton(str(base), torch.float32)
     assert all(p.is_meta for p in lm.parameters())
-    materialise(lm, lm, CPU, Drawn())
+    materialise(lm, lm, CPU, RandomWeights())
     assert 0.01 < float(lm.get_decoder().layers[0].mlp.up_proj.weight.detach().std()) < 0.03  # type: ignore[operator]
     assert torch.isfinite(lm(torch.tensor([[1, 2, 3]])).logits).all()
 

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from kbrl_async.sampling.settings import Sampler
-from kbrl_async.sampling.vllm.options import Parts, VLLMOptions
+from kbrl_async.sampling.vllm.options import VLLMOptions, VLLMParts
 from kbrl_async.sampling.vllm.scheduler import Meter
 from kbrl_async.sampling.vllm.worker import WorkerExtension
 
@@ -101,7 +101,7 @@ class Request:
         return len(self.ids) + len(self.out)
 
 
-PARTS = Parts(FakeSamplingParams, FakeLoRARequest, FINAL_ONLY, DELTA)
+PARTS = VLLMParts(FakeSamplingParams, FakeLoRARequest, FINAL_ONLY, DELTA)
 
 
 class FakeWorker(WorkerExtension):

@@ -13,7 +13,7 @@ from kbrl_async.evaluation.course import Command, Course
 from kbrl_async.kernels.problems import parse_problem
 from kbrl_async.rollouts.prompts.first import FirstPrompts
 from kbrl_async.runs.archive.journal import EntryJournal
-from kbrl_async.runs.archive.recorder import Recorder
+from kbrl_async.runs.archive.recorder import RolloutRecorder
 from kbrl_async.runs.config import Config, available_cores, cpu_layout, endpoints, load
 from kbrl_async.runs.planning import plan_of
 from kbrl_async.runs.run_journal import RunJournal
@@ -48,7 +48,12 @@ def service(name: str, folder: Path, settings: Config) -> Service:
 
 
 def aggregator(
-    frame: Service, state: RunState, journal: RunJournal, broker: object, recorder: Recorder, metrics: object = None
+    frame: Service,
+    state: RunState,
+    journal: RunJournal,
+    broker: object,
+    recorder: RolloutRecorder,
+    metrics: object = None,
 ) -> Aggregator:
     """With templates for prompts; it asks and tells as in a run."""
     outside = Outside(frame, journal, broker, recorder)  # type: ignore[arg-type]
@@ -91,7 +96,10 @@ def test_the_aggregator_asks_again_for_what_is_open_and_only_then(tmp_path: Path
     state, broker, welcomes = RunState(plan_of(settings)), Silent(), Welcomes(count)
 
     async def live() -> tuple[Counter[str], Counter[str]]:
-        with RunJournal(tmp_path / "aggregator.sqlite") as journal, Recorder(settings.archive, tmp_path) as recorder:
+        with (
+            RunJournal(tmp_path / "aggregator.sqlite") as journal,
+            RolloutRecorder(settings.archive, tmp_path) as recorder,
+        ):
             actor = aggregator(frame, state, journal, broker, recorder)
             return await asked_after_a_second_welcome(broker, welcomes, actor.pump(welcomes))
 
@@ -110,7 +118,7 @@ def test_the_evaluator_does_so_too(tmp_path: Path) -> None:
 
     async def live() -> tuple[Counter[str], Counter[str]]:
         journal = EntryJournal[Command](tmp_path / "e.sqlite", Command)
-        with journal, Recorder(settings.archive, tmp_path) as recorder:
+        with journal, RolloutRecorder(settings.archive, tmp_path) as recorder:
             prompts = FirstPrompts(settings.prompt_option, settings.backend)
             actor = Evaluator(Outside(frame, journal, broker, recorder), course, prompts)  # type: ignore[arg-type]
             return await asked_after_a_second_welcome(broker, welcomes, actor.pump(welcomes))

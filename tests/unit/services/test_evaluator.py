@@ -17,7 +17,7 @@ from kbrl_async.evaluation.course import Command, Course
 from kbrl_async.kernels.problems import parse_problem
 from kbrl_async.rollouts.prompts.first import FirstPrompts
 from kbrl_async.runs.archive.journal import EntryJournal
-from kbrl_async.runs.archive.recorder import Recorder
+from kbrl_async.runs.archive.recorder import RolloutRecorder
 from kbrl_async.runs.config import Config, available_cores, cpu_layout, endpoints, load
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
@@ -109,7 +109,7 @@ def run(
     async def live() -> None:
         with (
             EntryJournal[Command](folder / "e.sqlite", Command) as journal,
-            Recorder(settings.archive, folder) as recorder,
+            RolloutRecorder(settings.archive, folder) as recorder,
         ):
             for entry in journal.entries():
                 course.do(entry)

@@ -19,12 +19,12 @@ from kbrl_async.rollouts.trajectories import TurnTaken
 from kbrl_async.rollouts.turns import TurnScore
 from kbrl_async.runs.archive.history import history_of
 from kbrl_async.runs.commands import (
-    Ask,
+    AskTurn,
     Command,
     Effect,
     Evaluated,
     RolloutEnded,
-    Train,
+    SendBatch,
     Watched,
     closed_in,
     without_tokens,
@@ -79,8 +79,8 @@ class Life:
     def _admit(self) -> None:
         self._do(self.state.admission(self.now))
 
-    def _asked(self, purpose: Purpose) -> list[Ask]:
-        return [e for e in self.state.open_work() if isinstance(e, Ask) and e.purpose is purpose]
+    def _asked(self, purpose: Purpose) -> list[AskTurn]:
+        return [e for e in self.state.open_work() if isinstance(e, AskTurn) and e.purpose is purpose]
 
     def _rollout(self) -> None:
         waiting = self._asked(Purpose.TRAIN)
@@ -119,7 +119,7 @@ class Life:
 
 
 def outstanding(state: RunState) -> list[BatchMade]:
-    return [effect.batch for effect in state.open_work() if isinstance(effect, Train)]
+    return [effect.batch for effect in state.open_work() if isinstance(effect, SendBatch)]
 
 
 def opened(path: Path) -> Iterator[RunJournal]:

@@ -10,7 +10,7 @@ import pytest
 from kbrl_async.evaluation.heldout import AFTER, BEFORE
 from kbrl_async.rollouts.buffer.buffer import RUN_ENDED, rollout_ids
 from kbrl_async.rollouts.buffer.events import BatchMade
-from kbrl_async.runs.archive.recorder import Recorder
+from kbrl_async.runs.archive.recorder import RolloutRecorder
 from kbrl_async.runs.commands import Command, Evaluated, closed_in
 from kbrl_async.runs.config import Config, load
 from kbrl_async.runs.planning import plan_of
@@ -74,7 +74,7 @@ class Before:
 async def goes_on(folder: Path, config: Config, broker: Broker, seconds: float = PATIENCE_S) -> RunState:
     """The state when the pump has ended by itself; `TimeoutError` where it does not."""
     frame, state = service("reward_aggregator", folder, config), RunState(plan_of(config))
-    with RunJournal(folder / "aggregator.sqlite") as journal, Recorder(config.archive, folder) as recorder:
+    with RunJournal(folder / "aggregator.sqlite") as journal, RolloutRecorder(config.archive, folder) as recorder:
         journal.load(state)
         actor = aggregator(frame, state, journal, broker, recorder)
         async with asyncio.timeout(seconds):
@@ -107,7 +107,10 @@ def test_it_ends_where_the_last_batch_leaves_groups_over(tmp_path: Path) -> None
     async def trained_meanwhile() -> RunState:
         config, broker = settings(max_steps=1), Broker()
         frame, state = service("reward_aggregator", tmp_path, config), RunState(plan_of(config))
-        with RunJournal(tmp_path / "aggregator.sqlite") as journal, Recorder(config.archive, tmp_path) as recorder:
+        with (
+            RunJournal(tmp_path / "aggregator.sqlite") as journal,
+            RolloutRecorder(config.archive, tmp_path) as recorder,
+        ):
             journal.load(state)
             actor = aggregator(frame, state, journal, broker, recorder)
             pumping = asyncio.ensure_future(actor.pump())

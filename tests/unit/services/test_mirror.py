@@ -26,7 +26,7 @@ from protocols.sockets import ClientKeys
 from protocols.transfer import CHUNK_BYTES, POLICY, PolicyListing
 from services.broker.artifact_exchange import ArtifactExchange
 from services.broker.options import BrokerOptions
-from services.broker.server import Broker
+from services.broker.server import BrokerServer
 from services.sampler import mirror
 from services.sampler.mirror import Mirror
 from tests.brokers import beside, endpoints, serving, until
@@ -40,7 +40,7 @@ PATIENCE_S = 30.0
 class Hosts:
     """The broker's host, with the run's folder, and the sampler's, with a folder elsewhere."""
 
-    def __init__(self, broker: Broker, here: Path, there: Path, keys: ClientKeys | None = None) -> None:
+    def __init__(self, broker: BrokerServer, here: Path, there: Path, keys: ClientKeys | None = None) -> None:
         self.broker, self.learner, self.sampler = broker, here / "policies", there / "policies"
         work = endpoints(broker)[1]
         service: Any = SimpleNamespace(
@@ -73,7 +73,7 @@ async def hosts(tmp_path: Path, keys: Role | None = None) -> AsyncIterator[Hosts
         issued = client_keys(str(ring.new(keys, "host7")))
         ring.new(Role.AGGREGATOR, "local")
         options = BrokerOptions(str(here), "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", keys=str(ring.folder))
-    async with serving(Broker(options)) as broker:
+    async with serving(BrokerServer(options)) as broker:
         pair = Hosts(broker, here, there, issued)
         running = asyncio.create_task(pair.mirror.run())
         try:
@@ -161,7 +161,7 @@ def test_a_file_goes_on_where_it_stopped_and_is_never_all_in_memory(tmp_path: Pa
 
     # before the mirror begins: it would fetch all of it
     async def main() -> None:
-        async with serving(Broker(beside(tmp_path / "here"))) as broker:
+        async with serving(BrokerServer(beside(tmp_path / "here"))) as broker:
             pair = Hosts(broker, tmp_path / "here", tmp_path / "there")
             run = asyncio.create_task(_later(pair))
             try:

@@ -19,8 +19,8 @@ from kbrl_async.rollouts.manager import RolloutManager
 from kbrl_async.rollouts.prompts.first import FirstPrompts
 from kbrl_async.rollouts.rewards.presets import find_presets
 from kbrl_async.rollouts.scoring import ScoredTurn
-from kbrl_async.runs.archive.archive import FILE, Archive, ArchiveWriter, TurnOutcome, Update, make_row
-from kbrl_async.runs.commands import Ask, Command, Effect, RolloutEnded, batch_frames, closed_in
+from kbrl_async.runs.archive.archive import FILE, ArchiveReader, ArchiveWriter, TurnOutcome, UpdateRow, make_row
+from kbrl_async.runs.commands import AskTurn, Command, Effect, RolloutEnded, batch_frames, closed_in
 from kbrl_async.runs.config import Config, to_yaml
 from kbrl_async.runs.planning import plan_of, preset_for, rollout_rules
 from kbrl_async.runs.run_journal import FILE as JOURNAL_FILE
@@ -98,9 +98,9 @@ class FakeRun:
             ]
         ).result(DEADLINE_S)
         metrics = self.trainer.step(groups, self.config.temperature, version=batch.index)
-        self._archive.updated(Update(batch.batch_id, batch.index + 1, metrics)).result(DEADLINE_S)
+        self._archive.updated(UpdateRow(batch.batch_id, batch.index + 1, metrics)).result(DEADLINE_S)
         self._publish(batch.index + 1)
-        progress = checkpoints.Progress(version=batch.index + 1)
+        progress = checkpoints.LearnerProgress(version=batch.index + 1)
         checkpoints.save(self.path / "checkpoints", self.trainer, progress, keep_checkpoints=2)
         metrics = {"ess": metrics["ess"]}
         self._do(*self.state.trained(batch.batch_id, batch.index + 1, metrics, "", self._tick()))
@@ -114,10 +114,10 @@ class FakeRun:
         admitted = self.state.admission(self._tick())
         assert admitted is not None
         for place, ask in enumerate(self._do(admitted)):
-            assert isinstance(ask, Ask)
+            assert isinstance(ask, AskTurn)
             self._rollout(ask, place)
 
-    def _rollout(self, ask: Ask, place: int) -> None:
+    def _rollout(self, ask: AskTurn, place: int) -> None:
         rollout_id, group_id, problem, purpose = ask
         request = self._manager.request(rollout_id, group_id, problem, purpose, 0)
         record = Record.of(request, *self._work(place))
@@ -180,7 +180,7 @@ def test_a_replayed_run_makes_the_same_batches_advantages_updates_and_weights(fi
 
 
 def test_another_recorded_loss_is_the_first_divergence(run: FakeRun) -> None:
-    with Archive(run.path / FILE) as archive:
+    with ArchiveReader(run.path / FILE) as archive:
         (update,) = archive.updates()
     changed = msgspec.msgpack.encode({**update.metrics, "loss": update.metrics["loss"] + 0.1})
     run.sql("UPDATE updates SET metrics = ?", changed)
@@ -240,7 +240,7 @@ def test_a_batch_whose_loss_was_not_finite_changes_nothing_in_a_replay(run: Fake
         run._journal, run._archive = journal, archive
         while (batch := run._poll()) is None:
             run._group()
-        archive.updated(Update(batch.batch_id, batch.index, {})).result(DEADLINE_S)
+        archive.updated(UpdateRow(batch.batch_id, batch.index, {})).result(DEADLINE_S)
         run._do(*run.state.trained(batch.batch_id, batch.index, {}, "loss is nan", run._tick()))
     report = replay_run(run.path, with_learner=True)
     assert report.divergence is None

@@ -9,7 +9,7 @@ from kbrl_async.evaluation.rounds import Rounds, group_of_round, is_round
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.rollouts.trajectories import TurnTaken, without_tokens
 from kbrl_async.rollouts.turns import TurnScore
-from kbrl_async.runs.commands import Ask, Evaluated
+from kbrl_async.runs.commands import AskTurn, Evaluated
 from kbrl_async.runs.run_state import RunState
 from protocols.records import Problem
 from tests import records
@@ -113,8 +113,8 @@ def played(every: int, *, rounds_end: bool) -> tuple[RunState, list[object]]:
     return made, seen
 
 
-def asked(made: RunState, group_id: str | None = None) -> list[Ask]:
-    found = [effect for effect in made.open_work() if isinstance(effect, Ask)]
+def asked(made: RunState, group_id: str | None = None) -> list[AskTurn]:
+    found = [effect for effect in made.open_work() if isinstance(effect, AskTurn)]
     return [ask for ask in found if group_id in (None, ask.group_id)]
 
 

@@ -12,7 +12,7 @@ from kbrl_async.evaluation.heldout import AFTER, BEFORE
 from kbrl_async.rollouts.buffer.buffer import rollout_ids
 from kbrl_async.rollouts.buffer.events import BatchMade, RolloutScored
 from kbrl_async.rollouts.settings import Curriculum
-from kbrl_async.runs.commands import Ask, Command, Effect, Evaluated
+from kbrl_async.runs.commands import AskTurn, Command, Effect, Evaluated
 from kbrl_async.runs.run_journal import RunJournal
 from kbrl_async.runs.run_memory import RunPlan, RunSnapshot
 from kbrl_async.runs.run_state import RunState
@@ -50,7 +50,7 @@ class Driver:
 
     def evaluate(self, phase: str) -> None:
         for ask in self.state.open_work():
-            if isinstance(ask, Ask) and ask.group_id == phase:
+            if isinstance(ask, AskTurn) and ask.group_id == phase:
                 self.do(Evaluated(phase, ask.rollout_id, stats(problem_id="L1/h"), self.now))
 
     def admit(self) -> str:
@@ -60,7 +60,7 @@ class Driver:
         return admitted.group_id
 
     def problem_of(self, group_id: str) -> str:
-        return next(e.problem.problem_id for e in self.effects if isinstance(e, Ask) and e.group_id == group_id)
+        return next(e.problem.problem_id for e in self.effects if isinstance(e, AskTurn) and e.group_id == group_id)
 
     def score(self, group_id: str, version: int = 0, **numbers: Any) -> None:
         problem_id = self.problem_of(group_id)
@@ -105,7 +105,7 @@ def test_the_run_ends_after_the_second_evaluation_and_not_before() -> None:
 
 def test_an_evaluation_rollout_counts_once() -> None:
     state = RunState(plan())
-    first = next(ask.rollout_id for ask in state.open_work() if isinstance(ask, Ask))
+    first = next(ask.rollout_id for ask in state.open_work() if isinstance(ask, AskTurn))
     state.do(Evaluated(BEFORE, first, stats(1.0, "L1/h")))
     state.do(Evaluated(BEFORE, first, stats(0.0, "L1/h")))
     assert [s.reward for s in state.heldout(BEFORE)] == [1.0]

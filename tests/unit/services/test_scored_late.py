@@ -11,7 +11,7 @@ import pytest
 
 from kbrl_async.rollouts.buffer.buffer import rollout_ids
 from kbrl_async.rollouts.turns import turn_id
-from kbrl_async.runs.archive.recorder import Recorder
+from kbrl_async.runs.archive.recorder import RolloutRecorder
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.planning import plan_of
 from kbrl_async.runs.run_journal import RunJournal
@@ -28,7 +28,7 @@ from tests.unit.services.test_limits import settings
 Meanwhile = Callable[[Aggregator, RunState], None]
 
 
-class Slow(Recorder):
+class Slow(RolloutRecorder):
     """Something happens while it writes."""
 
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
@@ -80,7 +80,10 @@ def test_the_system_is_looked_at_though_results_never_cease(tmp_path: Path, monk
     looks: list[int] = []
 
     async def busy() -> None:
-        with RunJournal(tmp_path / "aggregator.sqlite") as journal, Recorder(config.archive, tmp_path) as recorder:
+        with (
+            RunJournal(tmp_path / "aggregator.sqlite") as journal,
+            RolloutRecorder(config.archive, tmp_path) as recorder,
+        ):
             metrics = MetricsWriter(frame, state)
             monkeypatch.setattr(metrics, "tick", lambda _: looks.append(1))
             actor = aggregator(frame, state, journal, Silent(), recorder, metrics)

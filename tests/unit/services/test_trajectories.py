@@ -12,7 +12,7 @@ from kbrl_async.rollouts.buffer.events import BatchMade
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.rollouts.trajectories import TurnTaken, best_turn, without_tokens
 from kbrl_async.rollouts.turns import TurnScore
-from kbrl_async.runs.commands import Ask, Command
+from kbrl_async.runs.commands import AskTurn, Command
 from kbrl_async.runs.run_journal import RunJournal
 from kbrl_async.runs.run_state import RunState
 from kbrl_async.runs.telemetry import training_metrics
@@ -87,7 +87,7 @@ def test_a_restart_in_the_middle_of_a_rollout_asks_for_the_same_next_turn(tmp_pa
         for entry in journal.entries():
             again.do(entry)
     rollout_id = f"{group}.r1"
-    assert [ask.rollout_id for ask in again.open_work() if isinstance(ask, Ask)] == rollout_ids(group, 2)
+    assert [ask.rollout_id for ask in again.open_work() if isinstance(ask, AskTurn)] == rollout_ids(group, 2)
     assert [t.prompt for t in again.turns(rollout_id)] == ["next"]
     assert again.snapshot() == made.snapshot()
 

@@ -15,14 +15,14 @@ from kbrl_async.learning import kept
 from kbrl_async.rollouts.alarms import AlarmChange
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, Closed
 from kbrl_async.rollouts.settings import Alarms as AlarmSettings
-from kbrl_async.runs.archive.archive import FILE, Archive
-from kbrl_async.runs.archive.recorder import Recorder
+from kbrl_async.runs.archive.archive import FILE, ArchiveReader
+from kbrl_async.runs.archive.recorder import RolloutRecorder
 from kbrl_async.runs.commands import Watched
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.planning import plan_of
 from kbrl_async.runs.run_memory import RunSnapshot
 from kbrl_async.runs.run_state import RunState
-from kbrl_async.runs.settings import Archive as ArchiveSettings
+from kbrl_async.runs.settings import ArchiveReader as ArchiveSettings
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
     BenchReport,
@@ -59,11 +59,11 @@ def task(status: str = Status.OK, group_id: str = "g000001") -> Task:
     return Task("g000001.r0", "lease", Stage.SCORE, 1, 60.0, 2, status, group_id)
 
 
-def archived(folder: Path, keep: Any, *, is_best: bool = False, group_id: str = "g000001") -> Archive | None:
+def archived(folder: Path, keep: Any, *, is_best: bool = False, group_id: str = "g000001") -> ArchiveReader | None:
     frames = record().encode()
 
     async def write() -> None:
-        with Recorder(ArchiveSettings(keep=keep), folder) as archiving:
+        with RolloutRecorder(ArchiveSettings(keep=keep), folder) as archiving:
             await archiving.scored(task(group_id=group_id), frames, record(), None, 1.0, is_best=is_best)
             sample = TrainSample("g000001.r0", [], [], [], -0.5, 0.25, 2)
             groups = [TrainGroup("g000001", "L1/a", 1, [sample])]
@@ -72,7 +72,7 @@ def archived(folder: Path, keep: Any, *, is_best: bool = False, group_id: str = 
             await archiving.updated(UpdateReport("batch-000000", 4, {"loss": 0.1}))
 
     asyncio.run(write())
-    return Archive(folder / FILE) if (folder / FILE).exists() else None
+    return ArchiveReader(folder / FILE) if (folder / FILE).exists() else None
 
 
 def test_a_scored_turn_is_archived_with_its_record_and_later_with_what_became_of_it(tmp_path: Path) -> None:

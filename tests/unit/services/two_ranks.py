@@ -47,7 +47,9 @@ def train(folder: Path, others: list[int]) -> None:
     while version < UPDATES:
         trainer.step(groups, 0.7, version=version)
         version += 1
-        checkpoints.save(folder / "checkpoints", trainer, checkpoints.Progress(version=version), keep_checkpoints=2)
+        checkpoints.save(
+            folder / "checkpoints", trainer, checkpoints.LearnerProgress(version=version), keep_checkpoints=2
+        )
         while version == KILL_AFTER and group is not None and not (folder / "killed").exists():
             time.sleep(0.02)
     (folder / "weights.json").write_text(json.dumps(digest(trainer)))

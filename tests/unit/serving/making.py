@@ -15,7 +15,7 @@ pytest.importorskip("starlette", reason="the extra kbrl-async[serve] is not inst
 from kbrl_async.kernels.funnel.result import Result
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.serving.documents import Job, Outcome
-from kbrl_async.serving.journal import FILE, Journal
+from kbrl_async.serving.journal import FILE, JobJournal
 from kbrl_async.serving.settings import Keys, Serve
 from protocols.records import REPLAYED, Fault, StageReport, Timing, Verdict
 from services.verification.app import Face
@@ -49,7 +49,7 @@ async def service(
     folder: Path, fake: Fake, settings: Serve | None = None, keys: Keys | None = None, pages: int = 0
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Desk]]:
     settings = settings or Serve(wait_s=10)
-    with contextlib.closing(Journal(folder / FILE, settings.keep, pages)) as journal:
+    with contextlib.closing(JobJournal(folder / FILE, settings.keep, pages)) as journal:
         desk = Desk(fake, journal, settings)
         backends = {"c": frozenset({"cpu"})}
         face = Face(desk, settings, keys, lambda: PROBLEMS, backends, {"devices": {"cpu": "a chip"}})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kbrl_async.serving.fairness import FairQueue, Rates
+from kbrl_async.serving.fairness import FairQueue, RequestRates
 
 
 def order(queue: FairQueue[str], seconds: float = 1.0) -> list[str]:
@@ -88,17 +88,17 @@ def test_what_it_remembers_is_bounded_and_everything_is_served_once() -> None:
 
 
 def test_so_many_a_minute() -> None:
-    rates = Rates(60)
+    rates = RequestRates(60)
     assert sum(rates.wait_s("a", 0.0) == 0 for _ in range(100)) == 60
     assert 0 < rates.wait_s("a", 0.0) <= 1
     assert rates.wait_s("a", 1.0) == 0
     assert rates.wait_s("b", 1.0) == 0
-    assert Rates(0).wait_s("a", 0.0) == 0
-    assert Rates(2).wait_s("a", 0.0, 50) == 0  # a batch of more than a minute's is not refused for ever
+    assert RequestRates(0).wait_s("a", 0.0) == 0
+    assert RequestRates(2).wait_s("a", 0.0, 50) == 0  # a batch of more than a minute's is not refused for ever
 
 
 def test_of_clients_that_come_once_not_all_are_remembered() -> None:
-    rates = Rates(60)
+    rates = RequestRates(60)
     for number in range(rates.CLIENTS + 100):
         rates.wait_s(f"c{number}", 0.0)
     assert len(rates._left) == rates.CLIENTS

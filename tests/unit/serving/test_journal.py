@@ -12,12 +12,12 @@ import pytest
 from kbrl_async.errors import AddressTaken, HostError
 from kbrl_async.serving import journal
 from kbrl_async.serving.documents import Ask, Job, Outcome
-from kbrl_async.serving.journal import FILE, Journal, read_jobs
+from kbrl_async.serving.journal import FILE, JobJournal, read_jobs
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Iterator[Journal]:
-    with contextlib.closing(Journal(tmp_path / FILE, keep=3)) as found:
+def kept(tmp_path: Path) -> Iterator[JobJournal]:
+    with contextlib.closing(JobJournal(tmp_path / FILE, keep=3)) as found:
         yield found
 
 
@@ -25,14 +25,14 @@ def job(number: int, outcome: Outcome | None = None) -> Job:
     return Job(f"job{number}", "me", Ask("x" * 3000), float(number), outcome=outcome)
 
 
-def test_others_read_it_while_it_is_written_and_nobody_else_writes_it(kept: Journal) -> None:
+def test_others_read_it_while_it_is_written_and_nobody_else_writes_it(kept: JobJournal) -> None:
     kept.put(job(1))
     assert [found.id for found in read_jobs(kept.path)] == ["job1"]
     with pytest.raises(AddressTaken, match="in use by another service"):
-        Journal(kept.path, keep=3)
+        JobJournal(kept.path, keep=3)
 
 
-def test_a_checkpoint_takes_the_log_over_and_keeps_nobody_from_writing(kept: Journal) -> None:
+def test_a_checkpoint_takes_the_log_over_and_keeps_nobody_from_writing(kept: JobJournal) -> None:
     log = Path(f"{kept.path}-wal")
     for number in range(40):
         kept.put(job(number))
@@ -45,14 +45,14 @@ def test_a_checkpoint_takes_the_log_over_and_keeps_nobody_from_writing(kept: Jou
     assert len(list(read_jobs(kept.path))) == 80
 
 
-def test_nothing_but_a_checkpoint_waits_for_the_disk(kept: Journal) -> None:
+def test_nothing_but_a_checkpoint_waits_for_the_disk(kept: JobJournal) -> None:
     """SQLite's own way would flush the log after a thousand pages, in the event loop."""
     for number in range(700):
         kept.put(job(number))
     assert Path(f"{kept.path}-wal").stat().st_size > 1500 * 4096
 
 
-def test_a_checkpoint_that_fails_is_no_end(kept: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_fails_is_no_end(kept: JobJournal, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def execute(self, _: str) -> None:
             raise sqlite3.OperationalError("disk I/O error")
@@ -69,7 +69,7 @@ def test_a_checkpoint_that_fails_is_no_end(kept: Journal, monkeypatch: pytest.Mo
     assert kept.get("job1") is not None
 
 
-def test_of_what_ended_the_newest_stay_with_their_names(kept: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_what_ended_the_newest_stay_with_their_names(kept: JobJournal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_EVERY", 1)
     kept.put(job(0))
     for number in range(1, 6):

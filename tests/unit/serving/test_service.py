@@ -13,7 +13,7 @@ import pytest
 
 from kbrl_async.errors import DiskFull, InfraError, ProblemError
 from kbrl_async.serving.documents import Ask, Job, Outcome
-from kbrl_async.serving.journal import Journal
+from kbrl_async.serving.journal import JobJournal
 from kbrl_async.serving.settings import Keys, Serve
 from protocols.records import Fault
 from tests.unit.serving.making import ASK, Fake, ask, outcome, service
@@ -233,9 +233,9 @@ def test_a_full_queue_asks_to_come_back_and_holds_no_other_client_up(tmp_path: P
 
 def test_a_full_disk_accepts_nothing_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_full = [False]
-    put = Journal.put
+    put = JobJournal.put
 
-    def filling(journal: Journal, job: Job) -> None:
+    def filling(journal: JobJournal, job: Job) -> None:
         if is_full[0]:
             raise DiskFull("no space left", "Free some")
         put(journal, job)
@@ -245,7 +245,7 @@ def test_a_full_disk_accepts_nothing_and_loses_nothing(tmp_path: Path, monkeypat
         return outcome(Fault.OK)
 
     async def play() -> None:
-        monkeypatch.setattr(Journal, "put", filling)
+        monkeypatch.setattr(JobJournal, "put", filling)
         async with service(tmp_path, Fake(fills)) as (client, _):
             waiting = asyncio.create_task(client.post("/v1/verify", json=ask(1)))
             while not is_full[0]:

@@ -8,7 +8,7 @@ import pytest
 
 from kbrl_async import cli
 from kbrl_async.errors import UserError
-from kbrl_async.serving.journal import Journal
+from kbrl_async.serving.journal import JobJournal
 from kbrl_async.serving.settings import Keys, Serve, check, is_loopback, read, write
 from tests.unit.serving import making as _needs_the_extra  # noqa: F401 - skips without it
 
@@ -71,7 +71,7 @@ def test_settings_of_farms_need_a_broker(capsys: pytest.CaptureFixture[str], tmp
 def test_of_ended_jobs_the_newest_are_kept_and_names_of_others_go(tmp_path: Path) -> None:
     from kbrl_async.serving.documents import Ask, Job, Outcome, Trouble
 
-    journal = Journal(tmp_path / "jobs.sqlite", keep=10)
+    journal = JobJournal(tmp_path / "jobs.sqlite", keep=10)
     for number in range(300):
         job = Job(f"j{number}", "me", Ask(f"{number}"), 0.0)
         journal.put(job)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kbrl_async.errors import InfraError
-from kbrl_async.weights.direct import Entry, Group, Line, Meeting, Offer, Sender, buckets
+from kbrl_async.weights.direct import Line, Meeting, Sender, TensorEntry, TransferGroup, TransferOffer, buckets
 from protocols.records import PolicyVersion
 
 CPU = torch.device("cpu")
@@ -57,19 +57,19 @@ class Sampler:
         self.line = Line(meeting, name, workers, wait_s)
         self._pool = ThreadPoolExecutor(workers)
         link, size = self.line.link, 1 + workers
-        self.groups = list(self._pool.map(lambda r: Group(meeting, link, r, size, CPU, wait_s), range(1, size)))
+        self.groups = list(self._pool.map(lambda r: TransferGroup(meeting, link, r, size, CPU, wait_s), range(1, size)))
 
-    def take(self) -> list[tuple[Offer, dict[str, torch.Tensor]]]:
+    def take(self) -> list[tuple[TransferOffer, dict[str, torch.Tensor]]]:
         """What each worker got."""
         offer = self.line.ask()
 
-        def of(group: Group) -> tuple[Offer, dict[str, torch.Tensor]]:
+        def of(group: TransferGroup) -> tuple[TransferOffer, dict[str, torch.Tensor]]:
             return offer, {name: tensor.clone() for name, tensor in group.tensors(offer.index)}
 
         return list(self._pool.map(of, self.groups))
 
 
-def assert_is(taken: tuple[Offer, dict[str, torch.Tensor]], version: int) -> None:
+def assert_is(taken: tuple[TransferOffer, dict[str, torch.Tensor]], version: int) -> None:
     offer, found = taken
     assert offer.manifest.version == version
     expected = weights(version)
@@ -141,7 +141,7 @@ def test_a_sampler_that_does_not_go_on_costs_its_own_link_and_the_others_nothing
 
 def killed_in_transfer(meeting: Meeting) -> None:
     line = Line(meeting, "sampler.1", 1, PATIENCE_S)
-    Group(meeting, line.link, 1, 2, CPU, PATIENCE_S)
+    TransferGroup(meeting, line.link, 1, 2, CPU, PATIENCE_S)
     line.ask()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -169,7 +169,7 @@ def test_without_a_learner_or_with_another_token_there_is_nothing(sender: Sender
 
 
 def test_both_sides_cut_alike_and_nothing_is_left_out() -> None:
-    index = [Entry(f"t{i}", "BF16", [i, 3]) for i in range(40)] + [Entry("large", "F32", [4096])]
+    index = [TensorEntry(f"t{i}", "BF16", [i, 3]) for i in range(40)] + [TensorEntry("large", "F32", [4096])]
     cut = list(buckets(index, most=300))
     assert [entry for bucket in cut for entry, _ in bucket] == index
     for bucket in cut:

@@ -19,7 +19,7 @@ import msgspec
 from kbrl_async.errors import DiskFull, InfraError
 from kbrl_async.kernels.backends.building.store import ArtifactStore
 from kbrl_async.kernels.sandbox import Access, BadOutput, Child, Isolation, Limits, Zygote, is_over, read_output
-from kbrl_async.kernels.sandbox.tool import Command
+from kbrl_async.kernels.sandbox.tool import ToolCommand
 from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import BuildReport, Fault
 
@@ -120,7 +120,7 @@ class BuildContext:
         limits = self._limits(deadline, memory_bytes or self.memory_bytes, threads)
         variables = {**_ENVIRONMENT, "TMPDIR": str(folder), **(environment or {})}
         output = "output.txt"
-        payload = msgspec.msgpack.encode(Command(command, str(folder), variables, output))
+        payload = msgspec.msgpack.encode(ToolCommand(command, str(folder), variables, output))
         access = Access(read=read, write=(str(folder),))
         zygote = self._gpu_zygote() if on_gpu else self._tools
         child = zygote.spawn("kbrl_async.kernels.sandbox.tool:run", payload, (), limits, access)

@@ -25,12 +25,12 @@ from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
 from kbrl_async.kernels.backends.building.processor import NATIVE, extensions, needed
 from kbrl_async.kernels.backends.c import launch
 from kbrl_async.kernels.backends.c.symbols import HEADERS, foreign_calls
-from kbrl_async.kernels.backends.checks.python import Program, parse
+from kbrl_async.kernels.backends.checks.python import PythonHalf, parse
 from kbrl_async.kernels.backends.launch.plan_backend import TakesPlans
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
 if TYPE_CHECKING:
-    from kbrl_async.kernels.backends.sanitize.parts import Sanitized, Sanitizes, Task
+    from kbrl_async.kernels.backends.sanitize.parts import Sanitized, Sanitizes, SanitizeTask
 
 _LAUNCHER = re.compile(r"\bc_kernel\b")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -77,7 +77,7 @@ class CBackend(TakesPlans):
     def prepare(self, artifacts: dict[str, str], device: str) -> None:
         launch.register(artifacts)
 
-    def sanitize(self, sanitizer: Sanitizes, task: Task, folder: Path) -> Sanitized:
+    def sanitize(self, sanitizer: Sanitizes, task: SanitizeTask, folder: Path) -> Sanitized:
         from kbrl_async.kernels.backends.c.sanitize import sanitize
 
         return sanitize(sanitizer, task, folder)
@@ -97,7 +97,7 @@ class CBackend(TakesPlans):
 
     def build_module(self, candidate: Candidate, problem: Problem | None, context: BuildContext) -> BuildReport:
         program = parse(candidate.source)
-        assert isinstance(program, Program), "build is called only after check"
+        assert isinstance(program, PythonHalf), "build is called only after check"
         reports = []
         for source in dict.fromkeys(source for source, _ in program.kernels):
             report = self.unit(source, context)
@@ -130,7 +130,7 @@ class CBackend(TakesPlans):
     def remarks(self, candidate: Candidate, context: BuildContext) -> tuple[str, ...]:
         """Lines are those of the C source."""
         program = parse(candidate.source)
-        assert isinstance(program, Program), "remarks are asked for only of what was built"
+        assert isinstance(program, PythonHalf), "remarks are asked for only of what was built"
         found: list[str] = []
         for source in dict.fromkeys(source for source, _ in program.kernels):
             with context.folder() as folder:

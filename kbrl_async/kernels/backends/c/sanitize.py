@@ -9,17 +9,24 @@ from pathlib import Path
 from kbrl_async.kernels.backends.building.context import BuildContext, ToolRun
 from kbrl_async.kernels.backends.c import launch
 from kbrl_async.kernels.backends.sanitize import reports
-from kbrl_async.kernels.backends.sanitize.parts import Argument, Call, Sanitized, Sanitizes, Task, buffer_file
-from kbrl_async.kernels.backends.sanitize.reports import Finding
+from kbrl_async.kernels.backends.sanitize.parts import (
+    Argument,
+    RecordedLaunch,
+    Sanitized,
+    Sanitizes,
+    SanitizeTask,
+    buffer_file,
+)
+from kbrl_async.kernels.backends.sanitize.reports import SanitizerFinding
 from kbrl_async.kernels.backends.sanitize.sanitize import ENOUGH_ADDRESSES, SANITIZERS, options_of
 
 
-def sanitize(sanitizer: Sanitizes, task: Task, folder: Path) -> Sanitized:
+def sanitize(sanitizer: Sanitizes, task: SanitizeTask, folder: Path) -> Sanitized:
     seen = sanitizer.record(task, folder)
     if not seen.calls:
         return Sanitized(not_run=seen.error or "the model called no kernel")
     sources = _sources(task.candidate)
-    findings: list[Finding] = []
+    findings: list[SanitizerFinding] = []
     for key in dict.fromkeys(call.source_key for call in seen.calls):
         if key not in sources:
             continue
@@ -41,7 +48,7 @@ def _sources(candidate: str) -> dict[str, str]:
     return {launch.source_key(text): text for text in texts if isinstance(text, str)}
 
 
-def _build_and_run(context: BuildContext, recorded: Path, source: str, calls: list[Call]) -> ToolRun:
+def _build_and_run(context: BuildContext, recorded: Path, source: str, calls: list[RecordedLaunch]) -> ToolRun:
     """In a folder of its own: where the candidate could write, a name may be a link to any file of ours. Only the
     confined program opens what lies in `recorded`.
     """
@@ -66,7 +73,7 @@ def _build_and_run(context: BuildContext, recorded: Path, source: str, calls: li
         )
 
 
-def driver(calls: list[Call], memory_mb: int = 2048) -> str:
+def driver(calls: list[RecordedLaunch], memory_mb: int = 2048) -> str:
     """The C program that makes recorded calls once more, each with fresh buffers of the recorded sizes. Its argument is
     the folder of the recording.
     """
@@ -89,7 +96,7 @@ def driver(calls: list[Call], memory_mb: int = 2048) -> str:
     return "\n".join([*head, *sorted(prototypes), *main, *body, "  return 0;", "}", ""])
 
 
-def _one_call(call: Call) -> list[str]:
+def _one_call(call: RecordedLaunch) -> list[str]:
     loads = [
         f'  void *b{call.index}_{i} = load("{buffer_file(call.index, i)}", {size}u);'
         for i, size in enumerate(call.buffers)

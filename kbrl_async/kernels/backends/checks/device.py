@@ -47,7 +47,7 @@ RULES = syntax.told({*_ROOTS, "kbrl_async.launch"}, _REFUSED_NAMES, _REFUSED_ATT
 )
 
 
-class Refusal(Exception):  # noqa: N818 - control flow of the checks only
+class CheckFailed(Exception):  # noqa: N818 - control flow of the checks only
     """What is wrong, as a report."""
 
     def __init__(
@@ -65,12 +65,12 @@ class Refusal(Exception):  # noqa: N818 - control flow of the checks only
 
 
 def checked_tree(source: str) -> ast.Module:
-    """The syntax tree of a candidate that defines `ModelNew` and holds the common rules. Raises `Refusal`."""
+    """The syntax tree of a candidate that defines `ModelNew` and holds the common rules. Raises `CheckFailed`."""
     tree = syntax.parsed(source)
     if isinstance(tree, BuildReport):
-        raise Refusal(tree.rule, tree.message, tree.hint, fault=tree.fault)
+        raise CheckFailed(tree.rule, tree.message, tree.hint, fault=tree.fault)
     if report := syntax.model_fault(ast.walk(tree)):
-        raise Refusal(report.rule, report.message, report.hint, fault=report.fault)
+        raise CheckFailed(report.rule, report.message, report.hint, fault=report.fault)
     for node in ast.walk(tree):
         _check_import(node)
         _check_name(node)
@@ -90,15 +90,15 @@ def _check_import(node: ast.AST) -> None:
         is_known = name.partition(".")[0] in _ROOTS and not name.startswith(_REFUSED_MODULES)
         if not is_ours and not is_known:
             hint = "Import torch, triton, numpy, kbrl_async.launch and plain modules as math or functools."
-            raise Refusal("import", f"import of {name!r} is not allowed", hint, node)
+            raise CheckFailed("import", f"import of {name!r} is not allowed", hint, node)
 
 
 def _check_name(node: ast.AST) -> None:
     hint = "A candidate defines kernels and launches them; it needs no access to the interpreter or the system."
     if isinstance(node, ast.Name) and node.id in _REFUSED_NAMES:
-        raise Refusal("forbidden_name", f"{node.id!r} is not allowed", hint, node)
+        raise CheckFailed("forbidden_name", f"{node.id!r} is not allowed", hint, node)
     if isinstance(node, ast.Attribute) and node.attr in _REFUSED_ATTRIBUTES:
-        raise Refusal("forbidden_name", f"attribute {node.attr!r} is not allowed", hint, node)
+        raise CheckFailed("forbidden_name", f"attribute {node.attr!r} is not allowed", hint, node)
 
 
 def string_constants(tree: ast.Module) -> dict[str, str]:

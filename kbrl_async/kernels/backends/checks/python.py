@@ -49,7 +49,7 @@ _FORBIDDEN_ATTRIBUTES = frozenset(
 RULES = syntax.told(_IMPORTS, _FORBIDDEN_NAMES, _FORBIDDEN_ATTRIBUTES)
 
 
-class Program(msgspec.Struct, frozen=True):
+class PythonHalf(msgspec.Struct, frozen=True):
     """The parsed Python half."""
 
     tree: ast.Module
@@ -65,7 +65,7 @@ class _Violation(Exception):  # noqa: N818 - control flow inside this module onl
         super().__init__(message)
 
 
-def parse(source: str) -> Program | BuildReport:
+def parse(source: str) -> PythonHalf | BuildReport:
     """The program, or the report that says what is wrong with it."""
     tree = syntax.parsed(source)
     if isinstance(tree, BuildReport):
@@ -79,10 +79,10 @@ def parse(source: str) -> Program | BuildReport:
         return BuildReport(fault, message=message, hint=violation.hint, rule=violation.rule)
 
 
-def _check(tree: ast.Module) -> Program:
+def _check(tree: ast.Module) -> PythonHalf:
     _imports(tree)
     _names(tree)
-    return Program(tree, _kernels(tree))
+    return PythonHalf(tree, _kernels(tree))
 
 
 def _imports(tree: ast.Module) -> None:

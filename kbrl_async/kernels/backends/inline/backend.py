@@ -21,8 +21,8 @@ from kbrl_async.kernels.backends.backend import Backend, Shot
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
 from kbrl_async.kernels.backends.checks import syntax
 from kbrl_async.kernels.backends.checks.inline import check_names
-from kbrl_async.kernels.backends.inline.build import Attempt, Build
-from kbrl_async.kernels.backends.inline.flags import Refused, chosen
+from kbrl_async.kernels.backends.inline.build import Build, BuildAttempt
+from kbrl_async.kernels.backends.inline.flags import FlagRefused, chosen
 from kbrl_async.kernels.backends.inline.launch import PREFIX, Extension, install
 from kbrl_async.kernels.backends.inline.recording import mentions_loader, read
 from kbrl_async.kernels.backends.inline.toolchain import NVCC_CURE, slim_version, toolchain
@@ -30,7 +30,7 @@ from kbrl_async.kernels.backends.open.asked import ask
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
 if TYPE_CHECKING:
-    from kbrl_async.kernels.backends.sanitize.parts import Sanitized, Sanitizes, Task
+    from kbrl_async.kernels.backends.sanitize.parts import Sanitized, Sanitizes, SanitizeTask
 
 _MAX_TEXT, _MAX_WHY = 800, 100
 _MAX_EXTENSIONS = 16
@@ -137,7 +137,7 @@ class InlineBackend(Backend):
             )
         try:
             flags = chosen(extension, context.farm.arch)
-        except Refused as refused:
+        except FlagRefused as refused:
             hint = (
                 "Optimisation, warning, macro and floating-point flags are allowed; the architecture is chosen for you."
             )
@@ -180,7 +180,7 @@ class CppBackend(InlineBackend):
     def claims(self, source: str) -> float:
         return 0.5 if _CPP_MARKS.search(source) else 0.0
 
-    def sanitize(self, sanitizer: Sanitizes, task: Task, folder: Path) -> Sanitized:
+    def sanitize(self, sanitizer: Sanitizes, task: SanitizeTask, folder: Path) -> Sanitized:
         from kbrl_async.kernels.backends.inline.sanitize import sanitize
 
         return sanitize(sanitizer, task, folder)
@@ -205,7 +205,7 @@ class CudaBackend(InlineBackend):
         return reason or ("" if toolchain().nvcc else f"nvcc is not installed: {NVCC_CURE}")
 
 
-def _verdict(attempt: Attempt, extension: Extension, context: BuildContext) -> BuildReport:
+def _verdict(attempt: BuildAttempt, extension: Extension, context: BuildContext) -> BuildReport:
     assert attempt.run is not None, "a full build always runs a tool"
     if not attempt.is_built:
         return context.failure(attempt.run, diagnose)
@@ -216,7 +216,7 @@ def _verdict(attempt: Attempt, extension: Extension, context: BuildContext) -> B
     return BuildReport(Fault.OK, {extension.key: address}, kernels=kernel_names(extension))
 
 
-def _why_full(fast: Attempt) -> str:
+def _why_full(fast: BuildAttempt) -> str:
     """What kept an extension from the fast way, in few words, so that like is counted with like."""
     if fast.unfit or fast.run is None:
         return fast.unfit or "not tried"

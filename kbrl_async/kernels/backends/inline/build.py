@@ -98,7 +98,7 @@ _DEVICE_TYPES = {
 }
 
 
-class Attempt(msgspec.Struct, frozen=True):
+class BuildAttempt(msgspec.Struct, frozen=True):
     """How one way of building ended."""
 
     content: bytes = b""
@@ -120,17 +120,17 @@ class Build:
     def __init__(self, extension: Extension, flags: Flags, tools: Toolchain, context: BuildContext) -> None:
         self._extension, self._flags, self._tools, self._context = extension, flags, tools, context
 
-    def fast(self) -> Attempt:
+    def fast(self) -> BuildAttempt:
         if self._tools.slim_defines is None:
-            return Attempt(unfit="no stand-in headers for this torch")
+            return BuildAttempt(unfit="no stand-in headers for this torch")
         if reason := next(filter(None, (_needs_full(unit.text) for unit in self._extension.units)), ""):
-            return Attempt(unfit=reason)
+            return BuildAttempt(unfit=reason)
         attempt = self._attempt(is_slim=True)
         if not attempt.open_symbols:
             return attempt
-        return Attempt(run=attempt.run, unfit=f"symbol {attempt.open_symbols[0][:80]}")
+        return BuildAttempt(run=attempt.run, unfit=f"symbol {attempt.open_symbols[0][:80]}")
 
-    def full(self, suspects: tuple[int, ...] = ()) -> Attempt:
+    def full(self, suspects: tuple[int, ...] = ()) -> BuildAttempt:
         """`suspects` are the units that failed the fast way: they are built first, and the others only if these pass.
 
         Raises `MissingTool` where this host's torch or toolkit lacks headers that the candidate rightly includes.
@@ -140,7 +140,7 @@ class Build:
             self._blame_host(attempt.run.output)
         return attempt
 
-    def _attempt(self, is_slim: bool, first: tuple[int, ...] = ()) -> Attempt:
+    def _attempt(self, is_slim: bool, first: tuple[int, ...] = ()) -> BuildAttempt:
         units = self._extension.units
         rest = tuple(number for number in range(len(units)) if number not in first)
         with self._context.folder() as folder, ThreadPoolExecutor(len(units)) as pool:
@@ -150,7 +150,7 @@ class Build:
                 runs = list(pool.map(functools.partial(self._compile, is_slim), [units[n] for n in numbers], here))
                 failed = [place for place, run in enumerate(runs) if run.status != 0]
                 if failed:
-                    return Attempt(run=runs[failed[0]], failed_units=tuple(numbers[place] for place in failed))
+                    return BuildAttempt(run=runs[failed[0]], failed_units=tuple(numbers[place] for place in failed))
             return self._link(folder, [place / "unit.o" for place in places], is_slim)
 
     def _compile(self, is_slim: bool, unit: Unit, place: Path) -> ToolRun:
@@ -193,7 +193,7 @@ class Build:
         flags = [*NVCC_FLAGS, *arch, *stream, "-Xcompiler", "-fPIC", *self._flags.nvcc, *standard, "-w"]
         return [self._tools.nvcc, *self._common(is_slim, True), *flags, "-c", name, "-o", "unit.o"]
 
-    def _link(self, folder: Path, objects: list[Path], is_slim: bool) -> Attempt:
+    def _link(self, folder: Path, objects: list[Path], is_slim: bool) -> BuildAttempt:
         place = folder / "link"
         place.mkdir()
         for number, path in enumerate(objects):
@@ -204,10 +204,10 @@ class Build:
             names += ["waits.cpp", "-fPIC", *_WRAPPED]
         run = self._run([self._tools.cxx, "-shared", *names, "-o", "extension.so", *self._libraries()], place, is_slim)
         if run.status != 0:
-            return Attempt(run=run)
+            return BuildAttempt(run=run)
         words = self._context.collect(place, "output.txt").decode(errors="replace")  # all: Python's symbols come first
         left = {symbol for symbol in _OPEN_SYMBOL.findall(words) if not self._tools.may_stay_open(symbol)}
-        return Attempt(self._context.collect(place, "extension.so"), run, tuple(sorted(left)))
+        return BuildAttempt(self._context.collect(place, "extension.so"), run, tuple(sorted(left)))
 
     def _libraries(self) -> list[str]:
         here = self._tools.libraries

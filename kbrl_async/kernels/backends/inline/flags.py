@@ -45,7 +45,7 @@ _OURS_WITH_VALUE = frozenset(
 )
 
 
-class Refused(Exception):  # noqa: N818 - an answer, turned into a report
+class FlagRefused(Exception):  # noqa: N818 - an answer, turned into a report
     """A flag that no extension needs; its text names it."""
 
 
@@ -60,14 +60,14 @@ class Flags(msgspec.Struct, frozen=True):
 
 
 def chosen(extension: Extension, arch: str) -> Flags:
-    """The flags that an extension is built with for `arch`. Raises `Refused`."""
+    """The flags that an extension is built with for `arch`. Raises `FlagRefused`."""
     host = [_checked(flag, _HOST) for flag in _split(extension.cflags)]
     libraries, link = _link(_split(extension.ldflags))
     if "-fopenmp" in host and "-fopenmp" not in link:
         link.append("-fopenmp")  # torch's own loader needs no such flag: its libraries bring an OpenMP along
     for path in extension.include_paths:
         if not path.startswith(("/usr/local/cuda", "/usr/include")):
-            raise Refused(f"extra_include_paths={path!r}")
+            raise FlagRefused(f"extra_include_paths={path!r}")
     given = _split(extension.cuda_cflags)
     return Flags(host, _nvcc(given), libraries, link, _arch(given, arch))
 
@@ -75,16 +75,16 @@ def chosen(extension: Extension, arch: str) -> Flags:
 def _split(flags: tuple[str, ...]) -> list[str]:
     """torch writes flags into a shell line: one string may hold several."""
     if sum(map(len, flags)) > _MAX_LETTERS:  # more than a command may have
-        raise Refused(f"{flags[0][:80]} … of {sum(map(len, flags))} letters")
+        raise FlagRefused(f"{flags[0][:80]} … of {sum(map(len, flags))} letters")
     try:
         return [word for flag in flags for word in shlex.split(flag)]
     except ValueError as error:
-        raise Refused(" ".join(flags)) from error
+        raise FlagRefused(" ".join(flags)) from error
 
 
 def _checked(flag: str, allowed: re.Pattern[str]) -> str:
     if not allowed.fullmatch(flag):
-        raise Refused(flag)
+        raise FlagRefused(flag)
     return flag
 
 
@@ -121,10 +121,10 @@ def _link(words: list[str]) -> tuple[list[str], list[str]]:
         name = word[2:] or next(rest, "") if word.startswith("-l") else ""
         if name:
             if name not in _LIBRARIES:
-                raise Refused(f"-l{name}")
+                raise FlagRefused(f"-l{name}")
             libraries.append(name)
         elif word in ("-fopenmp", "-pthread"):
             link.append(word)
         elif not _LD_IGNORED.fullmatch(word):
-            raise Refused(word)
+            raise FlagRefused(word)
     return libraries, link

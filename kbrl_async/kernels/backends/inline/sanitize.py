@@ -17,7 +17,7 @@ from kbrl_async.kernels.backends.inline.flags import chosen
 from kbrl_async.kernels.backends.inline.recording import read
 from kbrl_async.kernels.backends.inline.toolchain import toolchain
 from kbrl_async.kernels.backends.sanitize import reports
-from kbrl_async.kernels.backends.sanitize.parts import Sanitized, Sanitizes, Task
+from kbrl_async.kernels.backends.sanitize.parts import Sanitized, Sanitizes, SanitizeTask
 from kbrl_async.kernels.backends.sanitize.sanitize import (
     ENOUGH_ADDRESSES,
     PACKAGES,
@@ -30,7 +30,7 @@ _OPTIONS_LIBRARY = "options-libasan.so"
 """Loaded before the runtime, whose own weak functions would win otherwise; it insists on being first, by name."""
 
 
-def sanitize(sanitizer: Sanitizes, task: Task, folder: Path) -> Sanitized:
+def sanitize(sanitizer: Sanitizes, task: SanitizeTask, folder: Path) -> Sanitized:
     """The extension built with sanitizers, called by the model itself in a Python that has their runtime."""
     extensions = read(ast.parse(task.candidate))
     if extensions is None:

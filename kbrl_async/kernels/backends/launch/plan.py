@@ -39,7 +39,7 @@ class PlanError(ValueError):
     """A plan that can't be run; says which part of it."""
 
 
-class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PlannedKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
     name: str = ""
     """In the source; empty: the name that the plan gives it."""
@@ -54,7 +54,7 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Cleared before the steps; else its content is undefined."""
 
 
-class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PlanStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kernel: str
     args: list[Term]
     """Names of inputs and buffers, `param:NAME` for a weight of the reference, else expressions."""
@@ -66,8 +66,8 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inputs: list[str]
-    kernels: dict[str, Kernel]
-    steps: list[Step]
+    kernels: dict[str, PlannedKernel]
+    steps: list[PlanStep]
     outputs: list[str]
     buffers: dict[str, Buffer] = {}
     init: list[str] = []

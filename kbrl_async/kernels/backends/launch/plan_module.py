@@ -18,7 +18,7 @@ from kbrl_async.kernels.backends.launch.plan import (
     Buffer,
     Plan,
     PlanError,
-    Step,
+    PlanStep,
     Term,
     is_plan,
     read,
@@ -104,7 +104,9 @@ class PlanModule(torch.nn.Module):
             raise PlanError(f"a buffer of {bytes_} bytes")
         return shape, dtype, buffer.zero
 
-    def _step(self, step: Step, known: Mapping[str, Any]) -> tuple[Callable[..., None], list[str | None], list[Any]]:
+    def _step(
+        self, step: PlanStep, known: Mapping[str, Any]
+    ) -> tuple[Callable[..., None], list[str | None], list[Any]]:
         plan, kernel = self._plan, self._kernels[step.kernel]
         tensors: list[str | None] = []
         values: list[Any] = []
@@ -128,7 +130,7 @@ class PlanModule(torch.nn.Module):
         return tuple(int(size) for size in sizes)
 
 
-class Loaded:
+class LoadedPlan:
     """What a runner takes for a candidate's module."""
 
     def __init__(self, plan: Plan) -> None:
@@ -138,6 +140,6 @@ class Loaded:
         return PlanModule(self._plan, *args)
 
 
-def load(source: str) -> Loaded | None:
+def load(source: str) -> LoadedPlan | None:
     """The candidate as a module without executing it; None where it is no launch plan."""
-    return Loaded(read(source)) if is_plan(source) else None
+    return LoadedPlan(read(source)) if is_plan(source) else None

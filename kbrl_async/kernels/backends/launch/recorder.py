@@ -17,7 +17,7 @@ from typing import Any
 _now = time.thread_time_ns  # CPU time of this thread: others on the core must not look like a slow kernel
 
 
-class Recorder:
+class LaunchCounter:
     """Launches by kernel name, as (count, nanoseconds of CPU time), while `is_on`; none at all while `is_muted`."""
 
     def __init__(self) -> None:
@@ -51,4 +51,4 @@ class Recorder:
         self.launches[name] = (count + 1, before + spent)
 
 
-RECORDER = Recorder()
+RECORDER = LaunchCounter()

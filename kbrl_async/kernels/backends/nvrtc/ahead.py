@@ -9,13 +9,13 @@ import msgspec
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.nvrtc import compiler as nvrtc
 from kbrl_async.kernels.backends.nvrtc import launch as cuda
-from kbrl_async.kernels.backends.nvrtc.build import Built, Order
+from kbrl_async.kernels.backends.nvrtc.build import Built, NvrtcOrder
 from kbrl_async.kernels.sandbox import Isolation
 
 
 def compile_nvrtc(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
     """Entry of the confined child."""
-    order = msgspec.msgpack.decode(payload, type=Order)
+    order = msgspec.msgpack.decode(payload, type=NvrtcOrder)
     answers.begin(channel, isolation, order.folder)
     try:
         compiled = nvrtc.compile_source(order.source, order.names, order.arch, order.options)

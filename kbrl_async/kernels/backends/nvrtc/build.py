@@ -19,7 +19,7 @@ import msgspec
 from kbrl_async.errors import InfraError, MissingTool
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
-from kbrl_async.kernels.backends.checks.device import Refusal, called, checked_tree, string_constants
+from kbrl_async.kernels.backends.checks.device import CheckFailed, called, checked_tree, string_constants
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.backends.launch.plan_backend import TakesPlans
 from kbrl_async.kernels.backends.nvrtc import compiler as nvrtc
@@ -47,7 +47,7 @@ _HINTS = (
 )
 
 
-class Kernel(msgspec.Struct, frozen=True):
+class LauncherUse(msgspec.Struct, frozen=True):
     """One use of a launcher."""
 
     source: str
@@ -55,7 +55,7 @@ class Kernel(msgspec.Struct, frozen=True):
     options: tuple[str, ...] = ()
 
 
-class Order(msgspec.Struct, frozen=True):
+class NvrtcOrder(msgspec.Struct, frozen=True):
     """What the confined child is told."""
 
     source: str
@@ -98,7 +98,7 @@ class NvrtcBackend(TakesPlans):
         try:
             for kernel in kernels_of(candidate.source):
                 _check_kernel(kernel)
-        except Refusal as refusal:
+        except CheckFailed as refusal:
             return refusal.report
         return None
 
@@ -149,7 +149,7 @@ def _compiled(
     source: str, names: list[str], arch: str, options: tuple[str, ...], context: BuildContext
 ) -> answers.Collected:
     with context.folder() as folder:
-        order = Order(source, names, arch, options, str(folder))
+        order = NvrtcOrder(source, names, arch, options, str(folder))
         deadline = context.farm.deadline_s
         child = context.python(_CHILD, msgspec.msgpack.encode(order), folder, deadline_s=deadline)
         return answers.collect(child, folder, deadline)
@@ -180,8 +180,8 @@ def _report(done: answers.Collected, key: str, context: BuildContext, arch: str)
     return BuildReport(Fault.OK, {key: context.store.put(bundle.pack(done.files))})
 
 
-def kernels_of(source: str) -> list[Kernel]:
-    """All uses of a launcher, their sources read as literals. Raises `Refusal`."""
+def kernels_of(source: str) -> list[LauncherUse]:
+    """All uses of a launcher, their sources read as literals. Raises `CheckFailed`."""
     tree = checked_tree(source)
     literals = string_constants(tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and called(node) in LAUNCHERS]
@@ -189,11 +189,11 @@ def kernels_of(source: str) -> list[Kernel]:
         hint = (
             'Write `self.kernel = cuda_kernel(SOURCE, "name")` in __init__, `self.kernel[grid, block](…)` in forward.'
         )
-        raise Refusal("no_kernel", "the candidate has no cuda_kernel(source, name)", hint)
+        raise CheckFailed("no_kernel", "the candidate has no cuda_kernel(source, name)", hint)
     return [_kernel(node, literals) for node in calls]
 
 
-def _kernel(node: ast.Call, literals: dict[str, str]) -> Kernel:
+def _kernel(node: ast.Call, literals: dict[str, str]) -> LauncherUse:
     named = {keyword.arg: keyword.value for keyword in node.keywords}
     source = _text(node.args[0] if node.args else named.get("source", named.get("kernel_source")), literals)
     name = _text(node.args[1] if len(node.args) > 1 else named.get("name", named.get("kernel_name")), literals)
@@ -205,8 +205,8 @@ def _kernel(node: ast.Call, literals: dict[str, str]) -> Kernel:
     is_plain = given is None or (isinstance(given, (ast.List, ast.Tuple)) and None not in options)
     if source is None or name is None or not is_plain:
         hint = 'Write cuda_kernel(SOURCE, "name"), where SOURCE is a string literal at the top of the file.'
-        raise Refusal("kernel_source", f"{called(node)} needs a literal source and a literal name", hint, node)
-    return Kernel(source, name, tuple(str(option) for option in options))
+        raise CheckFailed("kernel_source", f"{called(node)} needs a literal source and a literal name", hint, node)
+    return LauncherUse(source, name, tuple(str(option) for option in options))
 
 
 def _text(node: ast.expr | None, literals: dict[str, str]) -> str | None:
@@ -215,14 +215,14 @@ def _text(node: ast.expr | None, literals: dict[str, str]) -> str | None:
     return literals.get(node.id) if isinstance(node, ast.Name) else None
 
 
-def _check_kernel(kernel: Kernel) -> None:
+def _check_kernel(kernel: LauncherUse) -> None:
     if cuda.parameters(kernel.source, kernel.name) is None:
         text = f"the CUDA source defines no kernel {kernel.name!r}"
-        raise Refusal("unknown_function", text, f"Define `__global__ void {kernel.name}(…) {{ … }}` in SOURCE.")
+        raise CheckFailed("unknown_function", text, f"Define `__global__ void {kernel.name}(…) {{ … }}` in SOURCE.")
     for option in kernel.options:
         if not _OPTIONS.fullmatch(option):
             hint = "Options are those that change the code that is made, as --use_fast_math."
-            raise Refusal("option", f"compiler option {option!r} is not allowed", hint)
+            raise CheckFailed("option", f"compiler option {option!r} is not allowed", hint)
 
 
 @functools.cache

@@ -26,7 +26,7 @@ class CudaSource(msgspec.Struct, frozen=True):
     options: tuple[str, ...] = ()
 
 
-class Asked(msgspec.Struct):
+class Requested(msgspec.Struct):
     """Each once, in order."""
 
     extensions: list[Extension]
@@ -38,7 +38,7 @@ class Asked(msgspec.Struct):
         return len(self.extensions) + len(self.c) + len(self.cuda)
 
 
-class Order(msgspec.Struct, frozen=True):
+class RecordOrder(msgspec.Struct, frozen=True):
     """What the child is told."""
 
     source: str
@@ -49,7 +49,7 @@ class Order(msgspec.Struct, frozen=True):
     tuning_s: float
 
 
-class Recorded(msgspec.Struct, frozen=True):
+class RecorderReport(msgspec.Struct, frozen=True):
     """How it went; untrusted, as the candidate ran beside it."""
 
     error: str = ""
@@ -60,11 +60,11 @@ class Recorded(msgspec.Struct, frozen=True):
     """What a tuner has to do without."""
 
 
-class Found(msgspec.Struct, frozen=True):
+class RecordedRequests(msgspec.Struct, frozen=True):
     """What a candidate asked for, read and bounded."""
 
-    asked: Asked
-    recorded: Recorded
+    asked: Requested
+    recorded: RecorderReport
     bundle: dict[str, bytes]
     """Triton's machine code."""
     isolation: str
@@ -73,7 +73,7 @@ class Found(msgspec.Struct, frozen=True):
 
 def ask(
     candidate: Candidate, problem: Problem | None, context: BuildContext, *, is_on_gpu: bool, has_triton: bool = False
-) -> Found | BuildReport:
+) -> RecordedRequests | BuildReport:
     """Run it once, confined; a report where that says nothing, or is a lie."""
     is_long = has_triton and is_tuned(modules_of(candidate.source))
     deadline = context.farm.deadline_s + (context.farm.tuning_s if is_long else 0.0)
@@ -81,19 +81,19 @@ def ask(
         source = "" if problem is None else problem.source
         arch = int(context.farm.arch.removeprefix("sm_").rstrip("af"))
         payload = msgspec.msgpack.encode(
-            Order(candidate.source, source, str(folder), is_on_gpu, arch, context.farm.tuning_s)
+            RecordOrder(candidate.source, source, str(folder), is_on_gpu, arch, context.farm.tuning_s)
         )
         child = context.python(_TRITON_CHILD if has_triton else _CHILD, payload, folder, deadline_s=deadline)
         done = answers.collect(child, folder, deadline)
     if done.is_late:
         text = f"importing the candidate, constructing ModelNew and calling it once took longer than {deadline:g} s"
         return BuildReport(Fault.TIMEOUT, message=text, hint=_LATE_HINT, rule="import", isolation=done.isolation)
-    recorded = answers.read(done.data, Recorded) or Recorded("the candidate ended its process")
+    recorded = answers.read(done.data, RecorderReport) or RecorderReport("the candidate ended its process")
     files = dict(done.files)
-    asked = answers.read(files.pop(ASKED, msgspec.msgpack.encode(Asked([], [], []))), Asked)
+    asked = answers.read(files.pop(ASKED, msgspec.msgpack.encode(Requested([], [], []))), Requested)
     if asked is None or not all(extension.units for extension in asked.extensions):
         text = "what the candidate compiles was told in another way than the recorder does"
         hint = "Call load_inline, and write to no file."
         return BuildReport(Fault.CHEATING, message=text, hint=hint, rule="forged_result", isolation=done.isolation)
-    bounded = Asked(asked.extensions[:_MAX_EACH], asked.c[:_MAX_EACH], asked.cuda[:_MAX_EACH])
-    return Found(bounded, recorded, files, done.isolation, bool(done.data))
+    bounded = Requested(asked.extensions[:_MAX_EACH], asked.c[:_MAX_EACH], asked.cuda[:_MAX_EACH])
+    return RecordedRequests(bounded, recorded, files, done.isolation, bool(done.data))

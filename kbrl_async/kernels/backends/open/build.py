@@ -19,7 +19,7 @@ from kbrl_async.kernels.backends.checks import syntax
 from kbrl_async.kernels.backends.inline.backend import CPP, CUDA
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.backends.nvrtc.build import BACKEND as NVRTC
-from kbrl_async.kernels.backends.open.asked import Found, ask
+from kbrl_async.kernels.backends.open.asked import RecordedRequests, ask
 from kbrl_async.kernels.backends.triton import cache as triton_cache
 from kbrl_async.kernels.problems.beside import modules_of
 from protocols.records import BuildReport, Candidate, Fault, Problem
@@ -72,7 +72,7 @@ def build(chosen: Backend, candidate: Candidate, problem: Problem | None, contex
     return msgspec.structs.replace(whole, toolchain=tools, cpu=cpu, isolation=found.isolation)
 
 
-def _units(found: Found, chosen: Backend, context: BuildContext) -> list[BuildReport]:
+def _units(found: RecordedRequests, chosen: Backend, context: BuildContext) -> list[BuildReport]:
     """Built one after the other, up to the first that is not."""
     asked = found.asked
     inline = CUDA if "cuda" in chosen.runs_on else CPP
@@ -92,5 +92,5 @@ def _units(found: Found, chosen: Backend, context: BuildContext) -> list[BuildRe
     return reports
 
 
-def _report(found: Found, fault: Fault, message: str, hint: str) -> BuildReport:
+def _report(found: RecordedRequests, fault: Fault, message: str, hint: str) -> BuildReport:
     return BuildReport(fault, message=message[:_MAX_TEXT], hint=hint, isolation=found.isolation)

@@ -21,37 +21,37 @@ from kbrl_async.kernels.backends.c import launch as c
 from kbrl_async.kernels.backends.inline import launch as inline
 from kbrl_async.kernels.backends.launch.pretend import pretend
 from kbrl_async.kernels.backends.nvrtc import launch as nvrtc
-from kbrl_async.kernels.backends.open.asked import ASKED, Asked, CudaSource, Order, Recorded
+from kbrl_async.kernels.backends.open.asked import ASKED, CudaSource, RecorderReport, RecordOrder, Requested
 from kbrl_async.kernels.problems import cases
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
 
 _MAX_ERROR = 600
-Explain = Callable[[BaseException], Recorded | None]
+Explain = Callable[[BaseException], RecorderReport | None]
 
 
 def record(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
     """Entry of the confined child for candidates without Triton."""
-    order = msgspec.msgpack.decode(payload, type=Order)
+    order = msgspec.msgpack.decode(payload, type=RecordOrder)
     answers.begin(channel, isolation, order.folder)
     answers.hand_in(channel, *asked_by(order, {}, lambda _error: None))
 
 
-def asked_by(order: Order, files: dict[str, bytes], explain: Explain) -> tuple[Recorded, dict[str, bytes]]:
+def asked_by(order: RecordOrder, files: dict[str, bytes], explain: Explain) -> tuple[RecorderReport, dict[str, bytes]]:
     """What to hand in. `files` are Triton's; `explain` knows errors of another compiler, which come before all else."""
-    asked = Asked([], [], [])
+    asked = Requested([], [], [])
     _replace_launchers(asked)
     torch.set_grad_enabled(False)
-    found = Recorded()
+    found = RecorderReport()
     try:
         _run(order)
     except BaseException as error:  # the candidate's own, SystemExit among them: what was recorded counts
         text = f"{_where(error)}{type(error).__name__}: {error}"[:_MAX_ERROR]
-        found = explain(error) or Recorded(error=text)
+        found = explain(error) or RecorderReport(error=text)
     return found, {ASKED: msgspec.msgpack.encode(asked), **files}
 
 
-def _run(order: Order) -> None:
+def _run(order: RecordOrder) -> None:
     if order.is_on_gpu:
         pretend("meta", everything=True)
     candidate = contract.load("candidate", order.source, folder=order.folder)
@@ -91,7 +91,7 @@ class _Stub(types.ModuleType):
         return lambda *args, **kwargs: args[0] if args else None
 
 
-def _replace_launchers(asked: Asked) -> None:
+def _replace_launchers(asked: Requested) -> None:
     """For the rest of this process they are heard, and launch nothing."""
 
     def extension(made: inline.Extension, is_python_module: bool) -> _Stub:

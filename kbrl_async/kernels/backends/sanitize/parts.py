@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from kbrl_async.kernels.backends.sanitize.reports import Finding
+from kbrl_async.kernels.backends.sanitize.reports import SanitizerFinding
 
 if TYPE_CHECKING:
     from kbrl_async.kernels.backends.building.context import BuildContext
@@ -16,7 +16,7 @@ CALLS_FILE = "calls.json"
 _MOST = 1 << 63
 
 
-class Task(msgspec.Struct, frozen=True):
+class SanitizeTask(msgspec.Struct, frozen=True):
     """What a recording child or a watched process is started with."""
 
     problem: str
@@ -39,7 +39,7 @@ class Argument(msgspec.Struct, frozen=True):
     value: float | int = 0
 
 
-class Call(msgspec.Struct, frozen=True):
+class RecordedLaunch(msgspec.Struct, frozen=True):
     """One launch. `buffers` are the sizes in bytes; their contents lie in `call-{index}-{buffer}.bin`."""
 
     index: int
@@ -49,18 +49,18 @@ class Call(msgspec.Struct, frozen=True):
     buffers: list[int]
 
 
-class Recording(msgspec.Struct, frozen=True):
-    calls: list[Call]
+class RecordedLaunches(msgspec.Struct, frozen=True):
+    calls: list[RecordedLaunch]
     left_out: int = 0
     """Calls beyond the limits."""
     error: str = ""
     """Why the model ended early, where it did."""
 
 
-def read(data: bytes) -> Recording | None:
+def read(data: bytes) -> RecordedLaunches | None:
     """None for what no recorder writes: the candidate ran beside it. Names and numbers become a C program's."""
     try:
-        found = msgspec.json.decode(data, type=Recording)
+        found = msgspec.json.decode(data, type=RecordedLaunches)
     except Exception:  # the decoder, too, raises what it likes: RecursionError, UnicodeDecodeError
         return None
     return (
@@ -70,7 +70,7 @@ def read(data: bytes) -> Recording | None:
     )
 
 
-def _is_plain(call: Call) -> bool:
+def _is_plain(call: RecordedLaunch) -> bool:
     numbers = [*call.buffers, *(argument.offset for argument in call.arguments)]
     values = [argument.value for argument in call.arguments if isinstance(argument.value, int)]
     return (
@@ -87,7 +87,7 @@ def buffer_file(call: int, buffer: int) -> str:
 
 
 class Sanitized(msgspec.Struct, frozen=True):
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[SanitizerFinding, ...] = ()
     ran: tuple[str, ...] = ()
     """Tools that came to an end."""
     not_run: str = ""
@@ -105,5 +105,5 @@ class Sanitizes(Protocol):
     def deadline_s(self) -> float:
         """Seconds for one program."""
 
-    def record(self, task: Task, folder: Path) -> Recording:
+    def record(self, task: SanitizeTask, folder: Path) -> RecordedLaunches:
         """The kernel calls of one forward; what came before a crash, where it crashes."""

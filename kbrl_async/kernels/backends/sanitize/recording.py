@@ -25,7 +25,14 @@ import torch
 
 from kbrl_async.kernels.backends.backend import prepare
 from kbrl_async.kernels.backends.c import launch as launch_c
-from kbrl_async.kernels.backends.sanitize.parts import CALLS_FILE, Argument, Call, Recording, Task, buffer_file
+from kbrl_async.kernels.backends.sanitize.parts import (
+    CALLS_FILE,
+    Argument,
+    RecordedLaunch,
+    RecordedLaunches,
+    SanitizeTask,
+    buffer_file,
+)
 from kbrl_async.kernels.problems import cases
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
@@ -34,7 +41,7 @@ from kbrl_async.kernels.sandbox import Isolation
 def record(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
     """Entry of the recording child; its first message is its isolation."""
     channel.send(msgspec.msgpack.encode(isolation))
-    task = msgspec.msgpack.decode(payload, type=Task)
+    task = msgspec.msgpack.decode(payload, type=SanitizeTask)
     recorder = _Recorder(task)
     launch_c.CKernel.__call__ = recorder.replacement()  # type: ignore[method-assign]
     try:
@@ -44,12 +51,12 @@ def record(channel: socket.socket, payload: bytes, fds: list[int], isolation: Is
     recorder.write()
 
 
-def run_once(task: Task) -> None:
+def run_once(task: SanitizeTask) -> None:
     """Build the reference and the candidate with the same weights; one forward of the candidate on each workload."""
     loaded(task)()
 
 
-def loaded(task: Task) -> Callable[[], None]:
+def loaded(task: SanitizeTask) -> Callable[[], None]:
     """`run_once` for several times: a second load would forget our own modules, which lie in the candidate's folder."""
     torch.set_grad_enabled(False)
     prepare(task.backend, task.artifacts, task.device.partition(":")[0])
@@ -57,7 +64,7 @@ def loaded(task: Task) -> Callable[[], None]:
     return functools.partial(cases.each, task.problem, functools.partial(_run, task, candidate))
 
 
-def _run(task: Task, candidate: types.ModuleType, problem: types.ModuleType) -> None:
+def _run(task: SanitizeTask, candidate: types.ModuleType, problem: types.ModuleType) -> None:
     contract.seed(task.seed)
     args, kwargs = contract.arguments(problem.get_init_inputs())
     contract.seed(task.seed)
@@ -75,9 +82,9 @@ def _run(task: Task, candidate: types.ModuleType, problem: types.ModuleType) -> 
 
 
 class _Recorder:
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: SanitizeTask) -> None:
         self.folder, self.room, self.max_calls = Path(task.folder), task.max_bytes, task.max_calls
-        self.calls: list[Call] = []
+        self.calls: list[RecordedLaunch] = []
         self.left_out = 0
         self.error = ""
 
@@ -106,11 +113,11 @@ class _Recorder:
         declared = kernel._declared or [""] * len(args)
         listed = [_argument(arg, text, places) for arg, text in zip(args, declared, strict=False)]
         sizes = [storage.nbytes() for storage in storages]
-        self.calls.append(Call(index, kernel.key, kernel.name, listed, sizes))
+        self.calls.append(RecordedLaunch(index, kernel.key, kernel.name, listed, sizes))
         self.write()
 
     def write(self) -> None:
-        data = msgspec.json.encode(Recording(self.calls, self.left_out, self.error))
+        data = msgspec.json.encode(RecordedLaunches(self.calls, self.left_out, self.error))
         (self.folder / CALLS_FILE).write_bytes(data)
 
 
@@ -135,4 +142,4 @@ def _copy_weights(reference: torch.nn.Module, model: Any) -> None:
 
 
 if __name__ == "__main__":
-    run_once(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Task))
+    run_once(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=SanitizeTask))

@@ -17,7 +17,7 @@ CALL_MARK = "kbrl-call"
 _MAX_EVIDENCE = 600
 
 
-class Finding(msgspec.Struct, frozen=True):
+class SanitizerFinding(msgspec.Struct, frozen=True):
     rule: str
     message: str
     evidence: str
@@ -50,12 +50,12 @@ _GPU_RULES = (
 )
 
 
-def distinct(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def distinct(findings: Iterable[SanitizerFinding]) -> tuple[SanitizerFinding, ...]:
     """One of each rule and message, in order."""
     return tuple({(finding.rule, finding.message): finding for finding in findings}.values())
 
 
-def asan(output: str) -> list[Finding]:
+def asan(output: str) -> list[SanitizerFinding]:
     """At most one: AddressSanitizer ends the process at its first error."""
     head = _ASAN_HEAD.search(output)
     if head is None:
@@ -68,24 +68,24 @@ def asan(output: str) -> list[Finding]:
     kernel = _last_call(output[: head.start()])
     message = f"{what}{where}{side}{f' (launch {kernel})' if kernel else ''}"
     lines = [line for line in said.splitlines()[1:12] if line.strip() and "==" not in line[:2]]
-    return [Finding(f"sanitizer:{head[1]}", _clean(message), _clean("\n".join([head[0], *lines])))]
+    return [SanitizerFinding(f"sanitizer:{head[1]}", _clean(message), _clean("\n".join([head[0], *lines])))]
 
 
-def ubsan(output: str) -> list[Finding]:
+def ubsan(output: str) -> list[SanitizerFinding]:
     """One for each line of source that UndefinedBehaviorSanitizer complains of."""
-    found: dict[tuple[str, str], Finding] = {}
+    found: dict[tuple[str, str], SanitizerFinding] = {}
     for match in _UBSAN_LINE.finditer(output):
         rule = next((name for words, name in _UBSAN_RULES if words in match[3]), "undefined-behaviour")
         message = f"line {match[2]} of the C source: {match[3]}"
-        finding = Finding(f"sanitizer:{rule}", _clean(message), _clean(match[0]), Fault.RUNTIME_ERROR)
+        finding = SanitizerFinding(f"sanitizer:{rule}", _clean(message), _clean(match[0]), Fault.RUNTIME_ERROR)
         found.setdefault((match[2], rule), finding)
     return list(found.values())
 
 
-def compute_sanitizer(tool: str, output: str) -> list[Finding]:
+def compute_sanitizer(tool: str, output: str) -> list[SanitizerFinding]:
     """One for each kind of error that a tool of compute-sanitizer reports."""
     lines = [line.removeprefix("=========").strip() for line in output.splitlines() if line.startswith("=========")]
-    found: dict[str, Finding] = {}
+    found: dict[str, SanitizerFinding] = {}
     for number, line in enumerate(lines):
         for pattern, name in _GPU_RULES:
             match = pattern.search(line)
@@ -94,7 +94,7 @@ def compute_sanitizer(tool: str, output: str) -> list[Finding]:
             parts = [(part or "").strip("_").lower() for part in match.groups()]
             rule = f"sanitizer:{name.format(*parts)}"
             evidence = _clean("\n".join([f"{tool}: {line}", *lines[number + 1 : number + 6]]))
-            found.setdefault(rule, Finding(rule, _clean(line), evidence))
+            found.setdefault(rule, SanitizerFinding(rule, _clean(line), evidence))
             break
     return list(found.values())
 

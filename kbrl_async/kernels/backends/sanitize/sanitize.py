@@ -28,8 +28,8 @@ from kbrl_async.kernels.backends.backend import backend
 from kbrl_async.kernels.backends.building.context import BuildContext, isolation_of
 from kbrl_async.kernels.backends.building.store import ArtifactStore
 from kbrl_async.kernels.backends.sanitize import reports
-from kbrl_async.kernels.backends.sanitize.parts import CALLS_FILE, Recording, Sanitized, Task, read
-from kbrl_async.kernels.backends.sanitize.reports import Finding
+from kbrl_async.kernels.backends.sanitize.parts import CALLS_FILE, RecordedLaunches, Sanitized, SanitizeTask, read
+from kbrl_async.kernels.backends.sanitize.reports import SanitizerFinding
 from kbrl_async.kernels.sandbox import Access, BadOutput, Limits, Zygote, read_output
 from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import Candidate, Problem
@@ -45,7 +45,7 @@ _OPTIONS = {
 }
 """Compiled into the program: the runtime reads them from /proc, which is not there for a confined process."""
 _MAX_RECORDING = 4 << 20
-"""Bytes of `calls.json`: far more than `Task.max_calls` calls with tens of arguments each."""
+"""Bytes of `calls.json`: far more than `SanitizeTask.max_calls` calls with tens of arguments each."""
 PACKAGES = [Path(protocols.__file__).resolve().parent, Path(kbrl_async.__file__).resolve().parent]
 GPU_TOOLS = ("memcheck", "racecheck", "initcheck")
 _COMPUTE_SANITIZER = ("/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer")
@@ -77,13 +77,13 @@ class Sanitizer:
         started = time.perf_counter()
         paths = {key: str(path) for key, path in artifacts.items()}
         with self.context.folder() as folder:
-            task = Task(problem.source, candidate.source, paths, str(folder), device, backend=candidate.backend)
+            task = SanitizeTask(problem.source, candidate.source, paths, str(folder), device, backend=candidate.backend)
             one = backend(candidate.backend)
             is_on_gpu = device.startswith("cuda") and "cuda" in one.runs_on
             found = on_gpu(self, task, folder) if is_on_gpu else one.sanitize(self, task, folder)
         return msgspec.structs.replace(found, seconds=time.perf_counter() - started)
 
-    def record(self, task: Task, folder: Path) -> Recording:
+    def record(self, task: SanitizeTask, folder: Path) -> RecordedLaunches:
         """The kernel calls of one forward; what came before a crash, where it crashes."""
         limits = Limits(
             cpu_s=int(self.deadline_s) + 1,
@@ -103,8 +103,8 @@ class Sanitizer:
         try:
             data = read_output(folder, CALLS_FILE, _MAX_RECORDING)
         except BadOutput:
-            return Recording([], error="the model ended before its first kernel call")
-        return read(data) or Recording([], error="what was recorded of its calls can't be read")
+            return RecordedLaunches([], error="the model ended before its first kernel call")
+        return read(data) or RecordedLaunches([], error="what was recorded of its calls can't be read")
 
 
 def options_of(memory_mb: int) -> list[str]:
@@ -125,12 +125,12 @@ def gpu_command(program: str, tool: str, task_file: str) -> list[str]:
     return [program, *options, "all", sys.executable, "-m", "kbrl_async.kernels.backends.sanitize.recording", task_file]
 
 
-def on_gpu(sanitizer: Sanitizer, task: Task, folder: Path) -> Sanitized:
+def on_gpu(sanitizer: Sanitizer, task: SanitizeTask, folder: Path) -> Sanitized:
     program = compute_sanitizer()
     if not program:
         return Sanitized(not_run="compute-sanitizer is not installed: it comes with the CUDA toolkit")
     (folder / "task.json").write_bytes(msgspec.json.encode(task))
-    findings: list[Finding] = []
+    findings: list[SanitizerFinding] = []
     ran: list[str] = []
     reasons: list[str] = []
     passed = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH") if name in os.environ}

@@ -27,9 +27,9 @@ from kbrl_async.kernels.backends.launch.pretend import pretend
 from kbrl_async.kernels.backends.open import asked
 from kbrl_async.kernels.backends.open.recording import asked_by
 from kbrl_async.kernels.backends.triton import cache as triton_cache
-from kbrl_async.kernels.backends.triton.build import Ahead, Order
+from kbrl_async.kernels.backends.triton.build import Ahead, TritonOrder
 from kbrl_async.kernels.backends.triton.driver import PretendDriver, shared_limit
-from kbrl_async.kernels.backends.triton.tuning import Budget
+from kbrl_async.kernels.backends.triton.tuning import TuningBudget
 from kbrl_async.kernels.problems import cases
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
@@ -48,7 +48,7 @@ def preload() -> None:
 
 def compile_triton(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
     """Entry of the confined child."""
-    order = msgspec.msgpack.decode(payload, type=Order)
+    order = msgspec.msgpack.decode(payload, type=TritonOrder)
     answers.begin(channel, isolation, order.folder)
     answers.hand_in(channel, *compile_ahead(order))
 
@@ -66,7 +66,7 @@ class _Mock:
         return self._address
 
 
-def compile_ahead(order: Order) -> tuple[Ahead, dict[str, bytes]]:
+def compile_ahead(order: TritonOrder) -> tuple[Ahead, dict[str, bytes]]:
     """The files of the bundle, as far as it came."""
     files: dict[str, bytes] = {}
     budget = _watch(order.arch, files, order.tuning_s)
@@ -83,26 +83,26 @@ def compile_ahead(order: Order) -> tuple[Ahead, dict[str, bytes]]:
 
 def record(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
     """Entry of the confined child for candidates under the rules `open` that may use Triton beside all else."""
-    order = msgspec.msgpack.decode(payload, type=asked.Order)
+    order = msgspec.msgpack.decode(payload, type=asked.RecordOrder)
     answers.begin(channel, isolation, order.folder)
     files: dict[str, bytes] = {}
     budget = _watch(order.arch, files, order.tuning_s)
 
-    def explain(error: BaseException) -> asked.Recorded | None:
+    def explain(error: BaseException) -> asked.RecorderReport | None:
         text = _compile_error(error, order.source)
-        return asked.Recorded(compile_error=text) if text else None
+        return asked.RecorderReport(compile_error=text) if text else None
 
     recorded, made = asked_by(order, files, explain)
     answers.hand_in(channel, msgspec.structs.replace(recorded, tuning=budget.note), {**made, **budget.file()})
 
 
-def _watch(arch: int, files: dict[str, bytes], tuning_s: float) -> Budget:
+def _watch(arch: int, files: dict[str, bytes], tuning_s: float) -> TuningBudget:
     """Launches are compiled into `files` from now on."""
     from triton.runtime import driver
 
     triton_cache.use_bundle_cache(files)
     driver.set_active(PretendDriver(arch))
-    budget = Budget(tuning_s)
+    budget = TuningBudget(tuning_s)
     budget.watch()
     _compile_instead_of_launch(budget)
     return budget
@@ -122,7 +122,7 @@ def _compile_error(error: BaseException, source: str) -> str:
     return ""
 
 
-def _run(order: Order) -> None:
+def _run(order: TritonOrder) -> None:
     # A kernel's cache key holds its module's name: the bench loads it under the same.
     candidate = contract.load("candidate", order.source, folder=order.folder)
     if not order.problem:
@@ -140,7 +140,7 @@ def _run(order: Order) -> None:
     cases.each(order.problem, run)
 
 
-def _compile_instead_of_launch(budget: Budget) -> None:
+def _compile_instead_of_launch(budget: TuningBudget) -> None:
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.errors import OutOfResources
     from triton.runtime.jit import JITFunction
@@ -165,7 +165,7 @@ def _mock(value: Any) -> Any:
     return _Mock(value) if isinstance(value, torch.Tensor) else value
 
 
-def _every_config(self: Any, budget: Budget, *args: Any, **named: Any) -> Any:
+def _every_config(self: Any, budget: TuningBudget, *args: Any, **named: Any) -> Any:
     """In place of `Autotuner.run`: it fails only where no configuration compiles."""
     from triton.compiler.errors import CompileTimeAssertionFailure
     from triton.runtime.errors import OutOfResources, PTXASError

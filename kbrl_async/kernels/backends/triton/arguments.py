@@ -34,7 +34,7 @@ _INTERLEAVE_NONE, _PROMOTE_128B = 0, 2
 Fill = Callable[[Any], None]
 
 
-class Bound:
+class BoundArguments:
     """Fills the cells of one kernel's signature. `cells` stay where they are; `fill` writes new values into them."""
 
     def __init__(self, signature: Sequence[Any], descriptors: Sequence[Any] | None) -> None:

@@ -23,7 +23,7 @@ from kbrl_async.errors import InfraError, MissingTool
 from kbrl_async.kernels.backends.backend import Backend
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.building.context import BuildContext
-from kbrl_async.kernels.backends.checks.device import Refusal, called, checked_tree
+from kbrl_async.kernels.backends.checks.device import CheckFailed, called, checked_tree
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.backends.triton import cache as triton_cache
 from kbrl_async.kernels.backends.triton.tuning import is_tuned
@@ -45,7 +45,7 @@ _HINTS = (
 )
 
 
-class Order(msgspec.Struct, frozen=True):
+class TritonOrder(msgspec.Struct, frozen=True):
     """What the confined child is told."""
 
     source: str
@@ -105,8 +105,8 @@ class TritonBackend(Backend):
             tree = checked_tree(candidate.source)
             if not any(isinstance(node, ast.FunctionDef) and _is_jit(node) for node in ast.walk(tree)):
                 hint = "Define a kernel with @triton.jit and launch it in forward: kernel[grid](…)."
-                raise Refusal("no_kernel", "the candidate has no @triton.jit kernel", hint)
-        except Refusal as refusal:
+                raise CheckFailed("no_kernel", "the candidate has no @triton.jit kernel", hint)
+        except CheckFailed as refusal:
             return refusal.report
         return None
 
@@ -123,7 +123,7 @@ class TritonBackend(Backend):
             deadline = context.farm.deadline_s + more
             with context.folder() as folder:
                 number = int(arch.removeprefix("sm_").rstrip("af"))
-                order = Order(candidate.source, known, number, str(folder), context.farm.tuning_s)
+                order = TritonOrder(candidate.source, known, number, str(folder), context.farm.tuning_s)
                 payload = msgspec.msgpack.encode(order)
                 child = context.python(_CHILD, payload, folder, deadline_s=deadline)
                 done = answers.collect(child, folder, deadline)

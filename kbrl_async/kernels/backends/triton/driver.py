@@ -14,7 +14,7 @@ from typing import Any
 from kbrl_async.kernels import cuda_driver
 from kbrl_async.kernels.backends.launch.pretend import DEVICE_PROPERTIES
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
-from kbrl_async.kernels.backends.triton.arguments import Bound
+from kbrl_async.kernels.backends.triton.arguments import BoundArguments
 
 _TUNING_MS = {"warmup": 2, "rep": 10}
 _CACHE_BYTES = 256 << 20
@@ -144,7 +144,7 @@ class Launcher:
     """Launches one compiled kernel; Triton calls it with everything but the constants bound."""
 
     def __init__(self, src: Any, metadata: Any) -> None:
-        self._bound = Bound(list(src.signature.values()), getattr(metadata, "tensordesc_meta", None))
+        self._bound = BoundArguments(list(src.signature.values()), getattr(metadata, "tensordesc_meta", None))
         # Two hidden arguments of every kernel: global scratch and profile scratch.
         self._scratch_cell = ctypes.c_uint64()
         self._arguments = cuda_driver.Arguments([*self._bound.cells, self._scratch_cell, ctypes.c_uint64()])

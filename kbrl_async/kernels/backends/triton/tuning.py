@@ -25,7 +25,7 @@ def is_tuned(source: str) -> bool:
     return "tune" in source
 
 
-class Budget:
+class TuningBudget:
     """Of one farm child. One configuration of each tuner is compiled whatever it takes."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from kbrl_async.kernels.generator.draft import HEADS, IMAGE, ROWS, SEQUENCE, Draft, Size
+from kbrl_async.kernels.generator.draft import HEADS, IMAGE, ROWS, SEQUENCE, ProblemDraft, Size
 from kbrl_async.kernels.generator.operators.table import FULL, TABLES, VECTOR, operator
 
 
 @operator("layout", (ROWS,), starts=False)
-def transpose(draft: Draft) -> None:
+def transpose(draft: ProblemDraft) -> None:
     draft.do("x = x.T.contiguous()", dims=[draft.dims[1], draft.dims[0]])
 
 
 @operator("layout", (SEQUENCE,), cost=1.5)
-def split_heads(draft: Draft) -> None:
+def split_heads(draft: ProblemDraft) -> None:
     batch, length, width = draft.dims
     heads = draft.rng.choice((2, 4))
     dim = width.over(heads)
@@ -23,33 +23,33 @@ def split_heads(draft: Draft) -> None:
 
 
 @operator("layout", (HEADS,), cost=1.5, starts=False)
-def merge_heads(draft: Draft) -> None:
+def merge_heads(draft: ProblemDraft) -> None:
     batch, heads, length, dim = draft.dims
     draft.do("x = x.transpose(1, 2).flatten(2)", layout=SEQUENCE, dims=[batch, length, heads.by(dim)])
 
 
 @operator("layout", (IMAGE,), cost=1.5)
-def to_sequence(draft: Draft) -> None:
+def to_sequence(draft: ProblemDraft) -> None:
     batch, channels, height, breadth = draft.dims
     dims = [batch, height.by(breadth), channels]
     draft.do("x = x.flatten(2).transpose(1, 2)", layout=SEQUENCE, dims=dims)
 
 
 @operator("layout", (IMAGE,), cost=2.0)
-def pixel_shuffle(draft: Draft) -> None:
+def pixel_shuffle(draft: ProblemDraft) -> None:
     batch, channels, height, breadth = draft.dims
     draft.do("x = F.pixel_shuffle(x, 2)", dims=[batch, channels.over(4), height.times(2), breadth.times(2)])
 
 
 @operator("layout", (IMAGE,), cost=2.0)
-def channel_shuffle(draft: Draft) -> None:
+def channel_shuffle(draft: ProblemDraft) -> None:
     groups = draft.rng.choice((2, 4))
     draft.dims[1].over(groups)
     draft.do(f"x = F.channel_shuffle(x, {groups})")
 
 
 @operator("layout", (IMAGE,), cost=2.0)
-def upsample(draft: Draft) -> None:
+def upsample(draft: ProblemDraft) -> None:
     batch, channels, height, breadth = draft.dims
     draft.do(
         'x = F.interpolate(x, scale_factor=2.0, mode="nearest")',
@@ -58,71 +58,71 @@ def upsample(draft: Draft) -> None:
 
 
 @operator("layout", (IMAGE,), cost=2.0)
-def reflect_pad(draft: Draft) -> None:
+def reflect_pad(draft: ProblemDraft) -> None:
     batch, channels, height, breadth = draft.dims
     draft.do('x = F.pad(x, (1, 1, 1, 1), mode="reflect")', dims=[batch, channels, height.plus(2), breadth.plus(2)])
 
 
 @operator("layout", (IMAGE,), cost=2.0)
-def center_crop(draft: Draft) -> None:
+def center_crop(draft: ProblemDraft) -> None:
     batch, channels, height, breadth = draft.dims
     draft.do("x = x[:, :, 2:-2, 2:-2].contiguous()", dims=[batch, channels, height.plus(-4), breadth.plus(-4)])
 
 
 @operator("layout", TABLES, cost=1.5)
-def roll(draft: Draft) -> None:
+def roll(draft: ProblemDraft) -> None:
     draft.do(f"x = torch.roll(x, {draft.rng.choice((1, 3, 8))}, dims=-1)")
 
 
 @operator("layout", TABLES, cost=1.5)
-def flip(draft: Draft) -> None:
+def flip(draft: ProblemDraft) -> None:
     draft.do("x = torch.flip(x, dims=[-1])")
 
 
 @operator("layout", TABLES, cost=2.0)
-def glu(draft: Draft) -> None:
+def glu(draft: ProblemDraft) -> None:
     half = draft.last.over(2)
     form = draft.rng.choice(("a * torch.sigmoid(b)", "F.silu(a) * b", "F.gelu(a) * b", "torch.relu(a) * b"))
     draft.do("a, b = x.chunk(2, dim=-1)", f"x = {form}", dims=[*draft.dims[:-1], half])
 
 
 @operator("layout", (ROWS, SEQUENCE), cost=2.0)
-def concatenate(draft: Draft) -> None:
+def concatenate(draft: ProblemDraft) -> None:
     other = draft.given("y", f"torch.randn({draft.shape()})")
     draft.do(f"x = torch.cat([x, {other}], dim=-1)", dims=[*draft.dims[:-1], draft.last.times(2)])
 
 
 @operator("layout", (HEADS,), cost=2.0)
-def swap_positions(draft: Draft) -> None:
+def swap_positions(draft: ProblemDraft) -> None:
     batch, heads, length, dim = draft.dims
     draft.do("x = x.transpose(-1, -2).contiguous()", dims=[batch, heads, dim, length])
 
 
 @operator("layout", (SEQUENCE,), cost=2.0)
-def shift_positions(draft: Draft) -> None:
+def shift_positions(draft: ProblemDraft) -> None:
     draft.do("x = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)")
 
 
 @operator("layout", (SEQUENCE,), cost=2.0)
-def every_second(draft: Draft) -> None:
+def every_second(draft: ProblemDraft) -> None:
     batch, length, width = draft.dims
     draft.do("x = x[:, ::2].contiguous()", dims=[batch, length.over(2), width])
 
 
 @operator("gather", (ROWS,), cost=2.0)
-def take_rows(draft: Draft) -> None:
+def take_rows(draft: ProblemDraft) -> None:
     rows = draft.dims[0].text
     draft.do(f"x = x[{draft.given('order', f'torch.randint(0, {rows}, ({rows},))')}]")
 
 
 @operator("gather", (ROWS,), cost=2.5)
-def gather_columns(draft: Draft) -> None:
+def gather_columns(draft: ProblemDraft) -> None:
     index = draft.given("index", f"torch.randint(0, {draft.last.text}, ({draft.shape()}))")
     draft.do(f"x = torch.gather(x, 1, {index})")
 
 
 @operator("gather", (ROWS, SEQUENCE), cost=2.5, starts=False)
-def add_embedding(draft: Draft) -> None:
+def add_embedding(draft: ProblemDraft) -> None:
     entries = draft.size("entries")
     where = draft.shape(draft.dims[:-1])
     index = draft.given("token", f"torch.randint(0, {entries.text}, ({where},))")
@@ -131,7 +131,7 @@ def add_embedding(draft: Draft) -> None:
 
 
 @operator("gather", (ROWS,), cost=3.0)
-def scatter_add_rows(draft: Draft) -> None:
+def scatter_add_rows(draft: ProblemDraft) -> None:
     """Rows are summed by segment."""
     rows, classes = draft.dims[0], draft.size("classes")
     segment = draft.given("segment", f"torch.randint(0, {classes.text}, ({rows.text},))")
@@ -142,7 +142,7 @@ def scatter_add_rows(draft: Draft) -> None:
 
 
 @operator("gather", (ROWS, HEADS), cost=4.0)
-def top_values(draft: Draft) -> None:
+def top_values(draft: ProblemDraft) -> None:
     count = draft.rng.choice((4, 8, 16))
     draft.do(
         f"x = torch.topk(x, {count}, dim=-1).values",
@@ -151,12 +151,12 @@ def top_values(draft: Draft) -> None:
 
 
 @operator("gather", (ROWS,), cost=4.0)
-def sort_rows(draft: Draft) -> None:
+def sort_rows(draft: ProblemDraft) -> None:
     draft.do("x = torch.sort(x, dim=-1).values")
 
 
 @operator("gather", TABLES, cost=2.0)
-def causal_mask(draft: Draft) -> None:
+def causal_mask(draft: ProblemDraft) -> None:
     fill = draft.rng.choice(("0.0", "-1.0"))
     draft.do(f"x = x.masked_fill(torch.ones_like(x, dtype=torch.bool).triu(1), {fill})")
 
@@ -179,7 +179,7 @@ ROW_LOSSES = {
 
 def _enter_loss(name: str, text: str, *, by_row: bool) -> None:
     @operator("loss", TABLES if by_row else FULL, cost=3.0, name=name)
-    def write(draft: Draft) -> None:
+    def write(draft: ProblemDraft) -> None:
         other = draft.given("target", f"torch.randn({draft.shape()})")
         draft.do("x = " + text.format(y=other), layout=VECTOR, dims=draft.dims[:-1] if by_row else [])
         draft.is_ended = not by_row
@@ -192,7 +192,7 @@ for _name, _text in ROW_LOSSES.items():
 
 
 @operator("loss", TABLES, cost=4.0)
-def kl_rows(draft: Draft) -> None:
+def kl_rows(draft: ProblemDraft) -> None:
     target = draft.given("target", f"torch.randn({draft.shape()})")
     draft.do(
         f"wanted = torch.log_softmax({target}, dim=-1)",
@@ -203,7 +203,7 @@ def kl_rows(draft: Draft) -> None:
 
 
 @operator("loss", (ROWS,), cost=4.0)
-def cross_entropy(draft: Draft) -> None:
+def cross_entropy(draft: ProblemDraft) -> None:
     target = draft.given("target", f"torch.randint(0, {draft.last.text}, ({draft.dims[0].text},))")
     reduction, dims = draft.rng.choice((("mean", []), ("none", draft.dims[:1])))
     draft.do(f'x = F.cross_entropy(x, {target}, reduction="{reduction}")', layout=VECTOR, dims=dims)
@@ -211,7 +211,7 @@ def cross_entropy(draft: Draft) -> None:
 
 
 @operator("loss", (ROWS,), cost=4.0)
-def bce_with_logits(draft: Draft) -> None:
+def bce_with_logits(draft: ProblemDraft) -> None:
     target = draft.given("target", f"(torch.rand({draft.shape()}) > 0.5).float()")
     draft.do(f"x = F.binary_cross_entropy_with_logits(x, {target})", layout=VECTOR, dims=[])
     draft.is_ended = True

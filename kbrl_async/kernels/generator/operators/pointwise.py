@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kbrl_async.kernels.generator.draft import Draft, Unfit
+from kbrl_async.kernels.generator.draft import ProblemDraft, Unfit
 from kbrl_async.kernels.generator.operators.table import ANY, FULL, TABLES, operator
 
 ONE = {
@@ -60,20 +60,20 @@ TWO = {
 }
 
 
-def _expression(text: str, draft: Draft, **names: str) -> str:
+def _expression(text: str, draft: ProblemDraft, **names: str) -> str:
     slope, factor = draft.rng.choice(("0.1", "0.2", "0.25", "0.05")), draft.rng.choice(("0.5", "1.5", "2.0", "0.75"))
     return "x = " + text.format(slope=slope, factor=factor, **names)
 
 
 def _enter_one(name: str, text: str) -> None:
     @operator("element-wise", name=name)
-    def write(draft: Draft) -> None:
+    def write(draft: ProblemDraft) -> None:
         draft.do(_expression(text, draft))
 
 
 def _enter_two(name: str, text: str) -> None:
     @operator("element-wise with a second input", FULL, name=name)
-    def write(draft: Draft) -> None:
+    def write(draft: ProblemDraft) -> None:
         draft.do(_expression(text, draft, y=draft.given("y", f"torch.randn({draft.shape()})")))
 
 
@@ -84,31 +84,31 @@ for _name, _text in TWO.items():
 
 
 @operator("element-wise with a second input", TABLES)
-def bias(draft: Draft) -> None:
+def bias(draft: ProblemDraft) -> None:
     own = draft.member("bias", f"nn.Parameter(torch.randn({draft.last.text}))")
     draft.do(f"x = x + {own}")
 
 
 @operator("element-wise with a second input", TABLES)
-def feature_scale(draft: Draft) -> None:
+def feature_scale(draft: ProblemDraft) -> None:
     own = draft.member("scale", f"nn.Parameter(torch.rand({draft.last.text}) + 0.5)")
     draft.do(f"x = x * {own}")
 
 
 @operator("element-wise with a second input", FULL)
-def where_mask(draft: Draft) -> None:
+def where_mask(draft: ProblemDraft) -> None:
     mask = draft.given("mask", f"torch.rand({draft.shape()}) > 0.3")
     draft.do(f"x = torch.where({mask}, x, {draft.rng.choice(('0.0', '0.1 * x', '-x'))})")
 
 
 @operator("element-wise with a second input", FULL)
-def dropout_mask(draft: Draft) -> None:
+def dropout_mask(draft: ProblemDraft) -> None:
     keep = draft.given("keep", f"torch.rand({draft.shape()}) > 0.1")
     draft.do(f"x = x * {keep} / 0.9")
 
 
 @operator("skip", FULL, starts=False)
-def residual(draft: Draft) -> None:
+def residual(draft: ProblemDraft) -> None:
     """Adds what the value was some steps ago, where it had the same shape."""
     if "skip" in draft.kept or len(draft.steps) < 2:
         raise Unfit
@@ -122,7 +122,7 @@ def residual(draft: Draft) -> None:
 
 
 @operator("quantise", ANY, cost=2.0)
-def quantise(draft: Draft) -> None:
+def quantise(draft: ProblemDraft) -> None:
     """A power of two as scale, and inputs as they came: rounding falls alike in any implementation."""
     if draft.steps:
         raise Unfit
@@ -131,14 +131,14 @@ def quantise(draft: Draft) -> None:
 
 
 @operator("quantise", TABLES, cost=2.0, starts=False)
-def dequantise_int8(draft: Draft) -> None:
+def dequantise_int8(draft: ProblemDraft) -> None:
     codes = draft.given("codes", f"torch.randint(-127, 128, ({draft.shape()}), dtype=torch.int8)")
     scales = draft.given("scales", f"torch.rand({draft.shape(draft.dims[:-1])}, 1) / 64.0")
     draft.do(f"x = x + {codes}.float() * {scales}")
 
 
 @operator("quantise", TABLES, cost=3.0, starts=False)
-def unpack_int4(draft: Draft) -> None:
+def unpack_int4(draft: ProblemDraft) -> None:
     if len(draft.dims) != 2:
         raise Unfit
     half = draft.last.over(2)
@@ -152,7 +152,7 @@ def unpack_int4(draft: Draft) -> None:
 
 
 @operator("cast", FULL, cost=1.5)
-def through_bfloat16(draft: Draft) -> None:
+def through_bfloat16(draft: ProblemDraft) -> None:
     if draft.steps:
         raise Unfit
     draft.do("x = x.to(torch.bfloat16).float()")

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from kbrl_async.kernels.generator.draft import HEADS, IMAGE, ROWS, SEQUENCE, Draft, Size, Unfit
+from kbrl_async.kernels.generator.draft import HEADS, IMAGE, ROWS, SEQUENCE, ProblemDraft, Size, Unfit
 from kbrl_async.kernels.generator.operators.table import TABLES, operator
 
 MOST_POSITIONS = 4096
 """On a GPU: positions that one matrix mixes."""
 
 
-def _linear(draft: Draft, out: Size, options: str = "") -> str:
+def _linear(draft: ProblemDraft, out: Size, options: str = "") -> str:
     return draft.member("linear", f"nn.Linear({draft.last.text}, {out.text}{options})")
 
 
 @operator("matmul", TABLES, cost=4.0)
-def linear(draft: Draft) -> None:
+def linear(draft: ProblemDraft) -> None:
     out = draft.size("hidden")
     draft.do(f"x = {_linear(draft, out)}(x)", dims=[*draft.dims[:-1], out])
 
 
 @operator("matmul", TABLES, cost=4.0)
-def linear_without_bias(draft: Draft) -> None:
+def linear_without_bias(draft: ProblemDraft) -> None:
     out = draft.size("hidden")
     draft.do(f"x = {_linear(draft, out, ', bias=False')}(x)", dims=[*draft.dims[:-1], out])
 
 
 @operator("matmul", TABLES, cost=6.0)
-def low_rank(draft: Draft) -> None:
+def low_rank(draft: ProblemDraft) -> None:
     down = draft.member("down", f"nn.Linear({draft.last.text}, 16, bias=False)")
     up = draft.member("up", f"nn.Linear(16, {draft.last.text}, bias=False)")
     draft.do(f"x = x + {up}({down}(x))")
 
 
 @operator("matmul", TABLES, cost=7.0)
-def feed_forward(draft: Draft) -> None:
+def feed_forward(draft: ProblemDraft) -> None:
     hidden, act = draft.size("hidden"), draft.rng.choice(("F.gelu", "torch.relu", "F.silu"))
     up = draft.member("up", f"nn.Linear({draft.last.text}, {hidden.text})")
     down = draft.member("down", f"nn.Linear({hidden.text}, {draft.last.text})")
@@ -41,7 +41,7 @@ def feed_forward(draft: Draft) -> None:
 
 
 @operator("matmul", TABLES, cost=8.0)
-def gated_feed_forward(draft: Draft) -> None:
+def gated_feed_forward(draft: ProblemDraft) -> None:
     hidden, act = draft.size("hidden"), draft.rng.choice(("F.gelu", "F.silu", "torch.sigmoid"))
     gate = draft.member("gate", f"nn.Linear({draft.last.text}, {hidden.text}, bias=False)")
     up = draft.member("up", f"nn.Linear({draft.last.text}, {hidden.text}, bias=False)")
@@ -49,20 +49,20 @@ def gated_feed_forward(draft: Draft) -> None:
 
 
 @operator("matmul", (ROWS,), cost=5.0)
-def gram(draft: Draft) -> None:
+def gram(draft: ProblemDraft) -> None:
     rows = draft.dims[0]
     draft.do("x = x @ x.T / x.shape[-1] ** 0.5", dims=[rows, Size(rows.text, rows.cpu, rows.gpu)])
 
 
 @operator("matmul", (ROWS,), cost=4.0)
-def matmul(draft: Draft) -> None:
+def matmul(draft: ProblemDraft) -> None:
     out = draft.size("hidden")
     other = draft.given("weight", f"torch.randn({draft.last.text}, {out.text}) / {draft.last.text} ** 0.5")
     draft.do(f"x = x @ {other}", dims=[draft.dims[0], out])
 
 
 @operator("matmul", (SEQUENCE,), cost=5.0)
-def batched_matmul(draft: Draft) -> None:
+def batched_matmul(draft: ProblemDraft) -> None:
     batch, _, width = draft.dims
     out = draft.size("hidden")
     other = draft.given("weight", f"torch.randn({batch.text}, {width.text}, {out.text}) / {width.text} ** 0.5")
@@ -70,7 +70,7 @@ def batched_matmul(draft: Draft) -> None:
 
 
 @operator("matmul", (HEADS,), cost=6.0)
-def head_projection(draft: Draft) -> None:
+def head_projection(draft: ProblemDraft) -> None:
     """One matrix a head: a grouped product."""
     heads, dim = draft.dims[1], draft.last
     own = draft.member("mix", f"nn.Parameter(torch.randn({heads.text}, {dim.text}, {dim.text}) / {dim.text} ** 0.5)")
@@ -78,7 +78,7 @@ def head_projection(draft: Draft) -> None:
 
 
 @operator("matmul", (SEQUENCE,), cost=6.0)
-def mix_positions(draft: Draft) -> None:
+def mix_positions(draft: ProblemDraft) -> None:
     length = draft.dims[1]
     if length.gpu > MOST_POSITIONS:
         raise Unfit
@@ -87,14 +87,14 @@ def mix_positions(draft: Draft) -> None:
 
 
 @operator("matmul", (ROWS,), cost=6.0, starts=False)
-def bilinear(draft: Draft) -> None:
+def bilinear(draft: ProblemDraft) -> None:
     other = draft.given("y", f"torch.randn({draft.shape()})")
     own = draft.member("form", f"nn.Linear({draft.last.text}, {draft.last.text}, bias=False)")
     draft.do(f"x = {own}(x) * {other}")
 
 
 @operator("convolution", (IMAGE,), cost=6.0)
-def conv2d(draft: Draft) -> None:
+def conv2d(draft: ProblemDraft) -> None:
     out = draft.dims[1].times(draft.rng.choice((1, 2))) if draft.rng.random() < 0.5 else draft.dims[1]
     kernel = draft.rng.choice((1, 3, 5))
     options = f"{draft.dims[1].text}, {out.text}, {kernel}, padding={kernel // 2}"
@@ -103,14 +103,14 @@ def conv2d(draft: Draft) -> None:
 
 
 @operator("convolution", (IMAGE,), cost=5.0)
-def depthwise_conv2d(draft: Draft) -> None:
+def depthwise_conv2d(draft: ProblemDraft) -> None:
     channels, kernel = draft.dims[1].text, draft.rng.choice((3, 5, 7))
     options = f"{channels}, {channels}, {kernel}, padding={kernel // 2}, groups={channels}"
     draft.do(f"x = {draft.member('conv', f'nn.Conv2d({options})')}(x)")
 
 
 @operator("convolution", (IMAGE,), cost=6.0)
-def grouped_conv2d(draft: Draft) -> None:
+def grouped_conv2d(draft: ProblemDraft) -> None:
     channels, groups = draft.dims[1], draft.rng.choice((2, 4))
     channels.over(groups)
     options = f"{channels.text}, {channels.text}, 3, padding=1, groups={groups}"
@@ -118,14 +118,14 @@ def grouped_conv2d(draft: Draft) -> None:
 
 
 @operator("convolution", (IMAGE,), cost=6.0)
-def strided_conv2d(draft: Draft) -> None:
+def strided_conv2d(draft: ProblemDraft) -> None:
     channels = draft.dims[1].text
     dims = [*draft.dims[:2], draft.dims[2].over(2), draft.dims[3].over(2)]
     draft.do(f"x = {draft.member('conv', f'nn.Conv2d({channels}, {channels}, 4, stride=2, padding=1)')}(x)", dims=dims)
 
 
 @operator("convolution", (IMAGE,), cost=7.0)
-def transposed_conv2d(draft: Draft) -> None:
+def transposed_conv2d(draft: ProblemDraft) -> None:
     channels = draft.dims[1].text
     dims = [*draft.dims[:2], draft.dims[2].times(2), draft.dims[3].times(2)]
     own = draft.member("conv", f"nn.ConvTranspose2d({channels}, {channels}, 4, stride=2, padding=1)")
@@ -133,14 +133,14 @@ def transposed_conv2d(draft: Draft) -> None:
 
 
 @operator("convolution", (SEQUENCE,), cost=6.0)
-def conv1d(draft: Draft) -> None:
+def conv1d(draft: ProblemDraft) -> None:
     width, dilation = draft.last.text, draft.rng.choice((1, 1, 2))
     options = f"{width}, {width}, 3, padding={dilation}, dilation={dilation}"
     draft.do(f"x = {draft.member('conv', f'nn.Conv1d({options})')}(x.transpose(1, 2)).transpose(1, 2)")
 
 
 @operator("convolution", (SEQUENCE,), cost=5.0)
-def causal_conv1d(draft: Draft) -> None:
+def causal_conv1d(draft: ProblemDraft) -> None:
     width = draft.last.text
     own = draft.member("conv", f"nn.Conv1d({width}, {width}, 4, groups={width})")
     draft.do(f"x = {own}(F.pad(x.transpose(1, 2), (3, 0))).transpose(1, 2)")
@@ -159,7 +159,7 @@ SAME_SIZE = {
 
 def _enter_pool(name: str, text: str, *, halves: bool) -> None:
     @operator("pooling", (IMAGE,), cost=3.0, name=name)
-    def write(draft: Draft) -> None:
+    def write(draft: ProblemDraft) -> None:
         dims = [*draft.dims[:2], draft.dims[2].over(2), draft.dims[3].over(2)] if halves else draft.dims
         draft.do(f"x = {text}", dims=dims)
 
@@ -171,41 +171,41 @@ for _name, _text in SAME_SIZE.items():
 
 
 @operator("pooling", (IMAGE,), cost=3.0)
-def global_mean_pool(draft: Draft) -> None:
+def global_mean_pool(draft: ProblemDraft) -> None:
     draft.do("x = torch.mean(x, dim=(2, 3))", layout=ROWS, dims=draft.dims[:2])
 
 
 @operator("pooling", (IMAGE,), cost=4.0)
-def squeeze_excite(draft: Draft) -> None:
+def squeeze_excite(draft: ProblemDraft) -> None:
     channels = draft.dims[1].text
     own = draft.member("squeeze", f"nn.Linear({channels}, {channels})")
     draft.do(f"weight = torch.sigmoid({own}(torch.mean(x, dim=(2, 3))))", "x = x * weight[:, :, None, None]")
 
 
 @operator("pooling", (SEQUENCE,), cost=3.0)
-def mean_over_length(draft: Draft) -> None:
+def mean_over_length(draft: ProblemDraft) -> None:
     draft.do("x = torch.mean(x, dim=1)", layout=ROWS, dims=[draft.dims[0], draft.last])
 
 
-def _key_value(draft: Draft) -> tuple[str, str]:
+def _key_value(draft: ProblemDraft) -> tuple[str, str]:
     shape = draft.shape()
     return draft.given("k", f"torch.randn({shape})"), draft.given("v", f"torch.randn({shape})")
 
 
 @operator("attention", (HEADS,), cost=9.0)
-def attention(draft: Draft) -> None:
+def attention(draft: ProblemDraft) -> None:
     k, v = _key_value(draft)
     draft.do(f"score = x @ {k}.transpose(-1, -2) / x.shape[-1] ** 0.5", f"x = torch.softmax(score, dim=-1) @ {v}")
 
 
 @operator("attention", (HEADS,), cost=10.0)
-def causal_attention(draft: Draft) -> None:
+def causal_attention(draft: ProblemDraft) -> None:
     k, v = _key_value(draft)
     draft.do(f"x = F.scaled_dot_product_attention(x, {k}, {v}, is_causal=True)")
 
 
 @operator("attention", (HEADS,), cost=10.0)
-def windowed_attention(draft: Draft) -> None:
+def windowed_attention(draft: ProblemDraft) -> None:
     k, v = _key_value(draft)
     window = draft.rng.choice((8, 16, 32))
     draft.do(
@@ -216,7 +216,7 @@ def windowed_attention(draft: Draft) -> None:
 
 
 @operator("attention", (HEADS,), cost=10.0)
-def biased_attention(draft: Draft) -> None:
+def biased_attention(draft: ProblemDraft) -> None:
     """Scores fall with distance, each head at its own rate."""
     k, v = _key_value(draft)
     draft.do(
@@ -229,7 +229,7 @@ def biased_attention(draft: Draft) -> None:
 
 
 @operator("attention", (HEADS,), cost=8.0)
-def linear_attention(draft: Draft) -> None:
+def linear_attention(draft: ProblemDraft) -> None:
     k, v = _key_value(draft)
     draft.do(
         f"q, k_map = F.elu(x) + 1.0, F.elu({k}) + 1.0",
@@ -239,7 +239,7 @@ def linear_attention(draft: Draft) -> None:
 
 
 @operator("attention", (HEADS,), cost=4.0)
-def rotate(draft: Draft) -> None:
+def rotate(draft: ProblemDraft) -> None:
     """Rotary positions: halves of the features turn by an angle that grows with the position."""
     draft.last.over(2)
     draft.do(

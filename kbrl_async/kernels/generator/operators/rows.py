@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kbrl_async.kernels.generator.draft import HEADS, IMAGE, ROWS, SEQUENCE, Draft, Unfit
+from kbrl_async.kernels.generator.draft import HEADS, IMAGE, ROWS, SEQUENCE, ProblemDraft, Unfit
 from kbrl_async.kernels.generator.operators.table import FULL, TABLES, VECTOR, operator
 
 REDUCTIONS = {
@@ -43,14 +43,14 @@ CENTRED = {
 }
 
 
-def _expression(text: str, draft: Draft, dim: int = -1) -> str:
+def _expression(text: str, draft: ProblemDraft, dim: int = -1) -> str:
     slope, factor = draft.rng.choice(("0.1", "0.01", "0.05")), draft.rng.choice(("0.5", "1.5", "2.0"))
     return "x = " + text.format(dim=dim, slope=slope, factor=factor)
 
 
 def _enter_reduction(name: str, text: str) -> None:
     @operator("reduction", FULL, cost=2.0, name=f"reduce_{name}")
-    def write(draft: Draft) -> None:
+    def write(draft: ProblemDraft) -> None:
         dim = draft.rng.choice((-1, -1, 1)) if len(draft.dims) > 2 else -1
         left = [size for number, size in enumerate(draft.dims) if number not in (dim, len(draft.dims) + dim)]
         draft.do(_expression(text, draft, dim), layout=VECTOR, dims=left)
@@ -58,13 +58,13 @@ def _enter_reduction(name: str, text: str) -> None:
 
 def _enter_scan(name: str, text: str) -> None:
     @operator("scan", (ROWS, SEQUENCE), cost=3.0, name=name)
-    def write(draft: Draft) -> None:
+    def write(draft: ProblemDraft) -> None:
         draft.do(_expression(text, draft, draft.rng.choice((-1, 1)) if name != "running_mean" else -1))
 
 
 def _enter_same(group: str, name: str, text: str, cost: float) -> None:
     @operator(group, TABLES, cost=cost, name=name)
-    def write(draft: Draft) -> None:
+    def write(draft: ProblemDraft) -> None:
         draft.do(_expression(text, draft))
 
 
@@ -79,7 +79,7 @@ for _name, _text in CENTRED.items():
 
 
 @operator("normalisation", TABLES, cost=2.5)
-def min_max(draft: Draft) -> None:
+def min_max(draft: ProblemDraft) -> None:
     draft.do(
         "low, high = torch.aminmax(x, dim=-1, keepdim=True)",
         "x = (x - low) / (high - low + 0.01)",
@@ -87,18 +87,18 @@ def min_max(draft: Draft) -> None:
 
 
 @operator("normalisation", TABLES, cost=3.0)
-def layer_norm(draft: Draft) -> None:
+def layer_norm(draft: ProblemDraft) -> None:
     draft.do(f"x = {draft.member('norm', f'nn.LayerNorm({draft.last.text})')}(x)")
 
 
 @operator("normalisation", TABLES, cost=3.0)
-def rms_norm(draft: Draft) -> None:
+def rms_norm(draft: ProblemDraft) -> None:
     weight = draft.member("gain", f"nn.Parameter(torch.rand({draft.last.text}) + 0.5)")
     draft.do(f"x = x * torch.rsqrt(torch.mean(x * x, dim=-1, keepdim=True) + 1e-6) * {weight}")
 
 
 @operator("normalisation", (IMAGE,), cost=3.0)
-def group_norm(draft: Draft) -> None:
+def group_norm(draft: ProblemDraft) -> None:
     groups = draft.rng.choice((2, 4, 8))
     channels = draft.dims[1]
     channels.over(groups)
@@ -106,33 +106,33 @@ def group_norm(draft: Draft) -> None:
 
 
 @operator("normalisation", (IMAGE,), cost=3.0)
-def instance_norm(draft: Draft) -> None:
+def instance_norm(draft: ProblemDraft) -> None:
     draft.do("x = F.instance_norm(x)")
 
 
 @operator("normalisation", (IMAGE,), cost=2.0)
-def batch_norm(draft: Draft) -> None:
+def batch_norm(draft: ProblemDraft) -> None:
     draft.do(f"x = {draft.member('norm', f'nn.BatchNorm2d({draft.dims[1].text})')}(x)")
 
 
 @operator("normalisation", (IMAGE,), cost=3.0)
-def channel_l2_normalise(draft: Draft) -> None:
+def channel_l2_normalise(draft: ProblemDraft) -> None:
     draft.do("x = F.normalize(x, dim=1)")
 
 
 @operator("softmax", (HEADS,), cost=3.0)
-def masked_softmax(draft: Draft) -> None:
+def masked_softmax(draft: ProblemDraft) -> None:
     mask = draft.given("mask", f"torch.rand({draft.shape()}) > 0.2")
     draft.do(f"x = torch.softmax(x.masked_fill(~{mask}, -1e4), dim=-1)")
 
 
 @operator("softmax", (SEQUENCE,), cost=3.0)
-def softmax_over_length(draft: Draft) -> None:
+def softmax_over_length(draft: ProblemDraft) -> None:
     draft.do("x = torch.softmax(x, dim=1)")
 
 
 @operator("softmax", (SEQUENCE,), cost=4.0)
-def attention_pool(draft: Draft) -> None:
+def attention_pool(draft: ProblemDraft) -> None:
     own = draft.member("score", f"nn.Linear({draft.last.text}, 1)")
     draft.do(
         f"weight = torch.softmax({own}(x), dim=1)", "x = torch.sum(weight * x, dim=1)",
@@ -141,7 +141,7 @@ def attention_pool(draft: Draft) -> None:
 
 
 @operator("scan", (SEQUENCE,), cost=4.0)
-def decayed_sum(draft: Draft) -> None:
+def decayed_sum(draft: ProblemDraft) -> None:
     """An exponential moving sum, as a lower triangular matrix of decays."""
     if draft.dims[1].text != "length":
         raise Unfit
@@ -155,5 +155,5 @@ def decayed_sum(draft: Draft) -> None:
 
 
 @operator("scan", (ROWS, SEQUENCE), cost=2.0)
-def difference(draft: Draft) -> None:
+def difference(draft: ProblemDraft) -> None:
     draft.do("x = torch.diff(x, dim=-1, prepend=x[..., :1] * 0.5)")

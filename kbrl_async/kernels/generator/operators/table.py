@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from kbrl_async.kernels.generator.draft import HEADS, IMAGE, ROWS, SEQUENCE, Draft
+from kbrl_async.kernels.generator.draft import HEADS, IMAGE, ROWS, SEQUENCE, ProblemDraft
 
-Write = Callable[[Draft], None]
+Write = Callable[[ProblemDraft], None]
 VECTOR = "vector"
 ANY = (ROWS, SEQUENCE, IMAGE, HEADS, VECTOR)
 TABLES = (ROWS, SEQUENCE, HEADS)
@@ -16,7 +16,7 @@ TABLES = (ROWS, SEQUENCE, HEADS)
 FULL = (*TABLES, IMAGE)
 
 
-class Operator(msgspec.Struct, frozen=True):
+class DrawnOperator(msgspec.Struct, frozen=True):
     name: str
     group: str
     layouts: tuple[str, ...]
@@ -28,7 +28,7 @@ class Operator(msgspec.Struct, frozen=True):
     """Whether a problem may begin with it."""
 
 
-OPERATORS: dict[str, Operator] = {}
+OPERATORS: dict[str, DrawnOperator] = {}
 
 
 def operator(
@@ -36,7 +36,7 @@ def operator(
 ) -> Callable[[Write], Write]:
     def enter(write: Write) -> Write:
         own = name or write.__name__
-        OPERATORS[own] = Operator(own, group, layouts, write, cost, starts)
+        OPERATORS[own] = DrawnOperator(own, group, layouts, write, cost, starts)
         return write
 
     return enter

@@ -49,7 +49,7 @@ def source_of(path: Path) -> tuple[str, int]:
     try:
         with zipfile.ZipFile(path) as archive:
             program = json.loads(_member(archive, "models/model.json"))
-            kept = _Kept(archive)
+            kept = _ArchiveValues(archive)
             return _Text(program, kept).source()
     except (zipfile.BadZipFile, ValueError, RecursionError, KeyError, TypeError, AttributeError, IndexError, OSError):
         raise LeftOut("is no archive of torch.export that can be read") from None
@@ -64,7 +64,7 @@ def _member(archive: zipfile.ZipFile, ending: str) -> bytes:
     return archive.read(found[0])
 
 
-class _Kept:
+class _ArchiveValues:
     """Values of weights, buffers and constants in the archive."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
@@ -89,7 +89,7 @@ class _Kept:
 class _Text:
     """One graph."""
 
-    def __init__(self, program: Mapping[str, Any], kept: _Kept) -> None:
+    def __init__(self, program: Mapping[str, Any], kept: _ArchiveValues) -> None:
         self._kept = kept
         module = program["graph_module"]
         self._graph, self._signature = module["graph"], module["signature"]

@@ -56,7 +56,7 @@ def l2_bytes(default: int = 1 << 20) -> int:
     return int(text[:-1]) * units[text[-1]] if text[-1:] in units else int(text)
 
 
-class Flush:
+class CacheFlush:
     """Streams through a buffer, so that a timed call finds its private caches cold.
 
     Default size: twice the L2 cache (0.1 ms). The last-level cache is shared and often tens of MB; emptying all of

@@ -52,7 +52,7 @@ extern "C" __global__ void calibrate(unsigned long long *out, int rounds) {
 """
 
 
-class Beat(msgspec.Struct, frozen=True):
+class KernelRun(msgspec.Struct, frozen=True):
     """One run of the kernel."""
 
     ns: float
@@ -62,7 +62,7 @@ class Beat(msgspec.Struct, frozen=True):
     """From the launch until the host knew that it was over."""
 
 
-def beat_of(spans: Sequence[tuple[int, int]], host_ns: float) -> Beat:
+def beat_of(spans: Sequence[tuple[int, int]], host_ns: float) -> KernelRun:
     """From what each block wrote, (ns, cycles).
 
     >>> beat_of([(100_000, 198_000), (101_000, 199_980), (99_000, 196_020)], 130_000.0)
@@ -71,7 +71,7 @@ def beat_of(spans: Sequence[tuple[int, int]], host_ns: float) -> Beat:
     clocks = [1e3 * cycles / ns for ns, cycles in spans if ns > 0]
     if not clocks:
         raise HostError("the GPU's timer stands still", "Time on another GPU, or update the driver")
-    return Beat(float(statistics.median(ns for ns, _ in spans)), statistics.median(clocks), host_ns)
+    return KernelRun(float(statistics.median(ns for ns, _ in spans)), statistics.median(clocks), host_ns)
 
 
 class Steady:
@@ -81,7 +81,7 @@ class Steady:
         self._expected_mhz = expected_mhz
         self._last: deque[float] = deque(maxlen=WINDOW)
 
-    def fault(self, beat: Beat) -> str:
+    def fault(self, beat: KernelRun) -> str:
         usual = statistics.median(self._last) if self._last else beat.ns
         self._last.append(beat.ns)
         if beat.host_ns > beat.ns + SHARED_NS:
@@ -118,7 +118,7 @@ class Calibration:
         self._launch = cuda_driver.driver().launch
         self.beat()
 
-    def beat(self) -> Beat:
+    def beat(self) -> KernelRun:
         """One run, awaited: some 0.15 ms."""
         import torch
 

@@ -67,7 +67,7 @@ class Nvml(Protocol):
         """The driver's own clocks again. Raises `HostError` where we have no right to."""
 
 
-class Driver:
+class NvmlDriver:
     """The real one, by nvidia-ml-py."""
 
     def __init__(self, index: int) -> None:
@@ -127,4 +127,4 @@ def opened(factory: str, index: int) -> Nvml:
     return made
 
 
-DRIVER = "kbrl_async.kernels.timing.cuda.nvml:Driver"
+DRIVER = "kbrl_async.kernels.timing.cuda.nvml:NvmlDriver"

@@ -23,8 +23,8 @@ import torch
 
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.checks import Checker
-from kbrl_async.kernels.verify.cpu.replay import ReplaySession
-from kbrl_async.kernels.verify.session import Outcome, Session
+from kbrl_async.kernels.verify.cpu.replay import CpuReplaySession
+from kbrl_async.kernels.verify.session import ForwardOutcome, Session
 
 _ROUNDS = 3
 """The first finds no memory prepared."""
@@ -70,7 +70,7 @@ def most(checker: Checker, twin: Session, candidate_ns: float, order_ns: float, 
     :raises CandidateFault: a process fails.
     """
     reference, candidate = checker.reference, checker.session
-    assert isinstance(candidate, ReplaySession)
+    assert isinstance(candidate, CpuReplaySession)
     count = forwards(_size((*reference.examples, *reference.wanted)), candidate_ns)
     if count < 2:
         return math.inf
@@ -103,11 +103,11 @@ def _round(checker: Checker, twin: Session, candidate: Session, rng: random.Rand
     return wanted.worked_ns, got.worked_ns
 
 
-def _forwards(outcome: Outcome, checker: Checker) -> list[Outcome]:
+def _forwards(outcome: ForwardOutcome, checker: Checker) -> list[ForwardOutcome]:
     """The single ones, of the reference's structure."""
     tensors, each = outcome.tensors, len(checker.reference.wanted)
     parts = [tensors[first : first + each] for first in range(0, len(tensors), max(1, each))]
-    return [Outcome(0, 0, 0, checker.reference.out_tree, part) for part in parts]
+    return [ForwardOutcome(0, 0, 0, checker.reference.out_tree, part) for part in parts]
 
 
 def _size(tensors: Sequence[torch.Tensor]) -> int:

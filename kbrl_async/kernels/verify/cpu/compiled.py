@@ -17,7 +17,7 @@ import torch
 
 from kbrl_async.kernels.verify import wire
 from kbrl_async.kernels.verify.cpu.library import operator
-from kbrl_async.kernels.verify.cpu.program import Call, Program, Step, numbers, used
+from kbrl_async.kernels.verify.cpu.program import Call, CpuProgram, Step, numbers, used
 
 _C_TYPES: dict[str, Any] = {"long": ctypes.c_int64, "float": ctypes.c_float, "double": ctypes.c_double}
 Note = Callable[[Step, int, Any], None]
@@ -28,7 +28,7 @@ class Compiler:
     """Makes functions of one program, each `(*inputs) -> outputs`. `libraries` are shared objects by artifact."""
 
     def __init__(
-        self, program: Program, constants: Sequence[torch.Tensor], libraries: Mapping[str, ctypes.CDLL]
+        self, program: CpuProgram, constants: Sequence[torch.Tensor], libraries: Mapping[str, ctypes.CDLL]
     ) -> None:
         self._program = program
         self._names: dict[str, Any] = {f"v{program.inputs + n}": tensor for n, tensor in enumerate(constants)}
@@ -103,7 +103,7 @@ class Compiler:
         return name
 
 
-def _last_uses(program: Program) -> dict[int, list[int]]:
+def _last_uses(program: CpuProgram) -> dict[int, list[int]]:
     """By step: values that nobody needs after it."""
     kept, seen = set(numbers(program.tree)), set(range(program.given))
     dead: dict[int, list[int]] = {}

@@ -11,7 +11,7 @@ from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify.cpu.stopwatch import Stopwatch
 from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
-from kbrl_async.kernels.verify.reference import Reference, Share
+from kbrl_async.kernels.verify.reference import Reference, ReferenceChild
 from kbrl_async.kernels.verify.session import CandidateFault, Session
 from protocols.records import Fault, Problem
 
@@ -46,14 +46,14 @@ class CpuDevice(Device):
     def sibling(
         self,
         bound: Bound,
-        shares: dict[tuple[str, ...], Share],
+        shares: dict[tuple[str, ...], ReferenceChild],
         zygote: Zygote,
         options: BenchOptions,
         rng: random.Random,
         kept: OrderedDict[str, Family],
         tick: Tick,
     ) -> Reference:
-        share = shares.setdefault(bound.workload.arguments, Share(bound.module))
+        share = shares.setdefault(bound.workload.arguments, ReferenceChild(bound.module))
         return Reference(zygote, bound.problem, options, rng, tick, share=share, inputs=bound.inputs)
 
     def stopwatch(

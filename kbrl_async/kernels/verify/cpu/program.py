@@ -47,7 +47,7 @@ class Constant(msgspec.Struct, frozen=True, array_like=True):
     """Its place is an offset in the block."""
 
 
-class Operator(msgspec.Struct, frozen=True, tag="operator"):
+class OperatorCall(msgspec.Struct, frozen=True, tag="operator"):
     name: str
     """`aten::mm`, `aten::add.Tensor`."""
     arguments: wire.Tree
@@ -65,7 +65,7 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     """A tensor's number, or a C number."""
 
 
-Step = Operator | Call
+Step = OperatorCall | Call
 _NO_WORK = frozenset(
     f"aten::{name}"
     for name in (
@@ -90,7 +90,7 @@ _NO_WORK = frozenset(
 """Operators that touch no element."""
 
 
-class Program(msgspec.Struct, frozen=True):
+class CpuProgram(msgspec.Struct, frozen=True):
     inputs: Count
     blocks: list[Block]
     constants: list[Constant]
@@ -116,13 +116,13 @@ class Program(msgspec.Struct, frozen=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Program).decode
+decode = msgspec.msgpack.Decoder(CpuProgram).decode
 
 
-def read(data: bytes, artifacts: Collection[str]) -> Program:
+def read(data: bytes, artifacts: Collection[str]) -> CpuProgram:
     """:raises Malformed: it is no program over these artifacts, whatever it is instead."""
     try:
-        program: Program = decode(data)
+        program: CpuProgram = decode(data)
         _check(program, artifacts)
     except Malformed:
         raise
@@ -131,7 +131,7 @@ def read(data: bytes, artifacts: Collection[str]) -> Program:
     return program
 
 
-def _check(program: Program, artifacts: Collection[str]) -> None:
+def _check(program: CpuProgram, artifacts: Collection[str]) -> None:
     _demand(len(program.steps) <= MAX_STEPS, "too many steps")
     _demand(max(program.inputs, len(program.constants), len(program.blocks)) <= MAX_CONSTANTS, "too many constants")
     _demand(sum(block.size for block in program.blocks) < _MOST, "too much memory")
@@ -156,7 +156,7 @@ def _check(program: Program, artifacts: Collection[str]) -> None:
     _demand(all(number in known for number in numbers(program.tree)), "an output was not made")
 
 
-def calls_behind(program: Program, inputs: Collection[int]) -> set[int]:
+def calls_behind(program: CpuProgram, inputs: Collection[int]) -> set[int]:
     """Places of the calls whose arguments depend on these inputs. All that it is given it may write."""
     reached, found = set(inputs), set[int]()
     for place, step in enumerate(program.steps):

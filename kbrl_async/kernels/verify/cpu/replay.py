@@ -25,11 +25,11 @@ from msgspec import structs
 from kbrl_async.kernels.sandbox import Limits, Zygote
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cpu import program, statics
-from kbrl_async.kernels.verify.cpu.program import Program
+from kbrl_async.kernels.verify.cpu.program import CpuProgram
 from kbrl_async.kernels.verify.memory import memory_file, seal, seal_size
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.replies import Malformed
-from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session, no_meter
+from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Session, no_meter
 from kbrl_async.kernels.verify.sets import InputSet, place
 
 _RUNS = (wire.OP_RUN, wire.OP_TRACE, wire.OP_MUTED, wire.OP_BURST)
@@ -39,7 +39,7 @@ WRONG = "its first answer is wrong"
 _Found = TypeVar("_Found")
 
 
-class Refused(Exception):  # noqa: N818 - a reason, not an error
+class NoReplay(Exception):  # noqa: N818 - a reason, not an error
     """Why there is no replay, in words."""
 
 
@@ -47,7 +47,7 @@ class Work:
     """A program that can be replayed, with the memory that lasts from call to call: what no step may write to as a
     sealed file that all replays share, the rest as bytes that each replay gets a copy of."""
 
-    def __init__(self, work: Program, data: bytes, block: Callable[[int, int], torch.Tensor]) -> None:
+    def __init__(self, work: CpuProgram, data: bytes, block: Callable[[int, int], torch.Tensor]) -> None:
         self.data, self.steps, self.is_compiled = data, len(work.steps), work.is_compiled
         self._program = work
         self.places: list[tuple[int, int]] = []
@@ -56,7 +56,7 @@ class Work:
             self.places.append((int(one.is_written), ends[one.is_written]))
             ends[one.is_written] += values.padded(one.size, _ALIGNMENT)
         if ends[1] > _MOST_WRITTEN:
-            raise Refused("what it keeps and may write to is too large to be put back before each call")
+            raise NoReplay("what it keeps and may write to is too large to be put back before each call")
         kept = [torch.zeros(end, dtype=torch.uint8) for end in ends]
         for (file, begin), one in zip(self.places, work.blocks, strict=True):
             kept[file][begin : begin + one.size] = block(one.place, one.size)
@@ -87,7 +87,7 @@ class Work:
             self.fixed_fd = -1
 
 
-class ReplaySession(Session):
+class CpuReplaySession(Session):
     """A child that does `work` again. Before each run everything that lasts in it is as it was before the first one."""
 
     entry = "kbrl_async.kernels.verify.cpu.replayer:main"
@@ -102,7 +102,7 @@ class ReplaySession(Session):
         self._statics: statics.Statics | None = None
         paths = {key: str(path) for key, path in artifacts.items()}
         setup = wire.Setup("", "", 0, paths, program=work.data, blocks=work.places)
-        self._open = functools.partial(ReplaySession, zygote, limits=limits, deadline_s=deadline_s)
+        self._open = functools.partial(CpuReplaySession, zygote, limits=limits, deadline_s=deadline_s)
         written = memory_file("written")
         try:
             self._written = _mapped(written, work.written)
@@ -113,7 +113,7 @@ class ReplaySession(Session):
         if artifacts:
             self._muted = work.without_calls()
 
-    def without_backward(self, upstream: Collection[int]) -> ReplaySession | None:
+    def without_backward(self, upstream: Collection[int]) -> CpuReplaySession | None:
         """Another one, in which no call of a built function depends on these inputs; None where none does."""
         assert self._muted is not None
         places = self._work.calls_behind(upstream)
@@ -125,7 +125,7 @@ class ReplaySession(Session):
         finally:
             work.close()
 
-    def muted(self) -> ReplaySession:
+    def muted(self) -> CpuReplaySession:
         """Another one, for `OP_MUTED`, in which no built code was ever loaded: what that does to its own process can't
         make a difference there."""
         assert self._muted is not None
@@ -136,7 +136,9 @@ class ReplaySession(Session):
         if self._statics is None:
             self._statics = self._guarded(lambda: statics.Statics(self.host_pid, self._artifacts))
 
-    def call(self, op: int, slot: int, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter) -> Outcome:
+    def call(
+        self, op: int, slot: int, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter
+    ) -> ForwardOutcome:
         if op in _RUNS:
             self._put_back()
         return super().call(op, slot, deadline_s, meter)
@@ -163,9 +165,9 @@ class ReplaySession(Session):
         self._written = torch.empty(0, dtype=torch.uint8)
 
 
-def _program(session: Session, said: wire.Taped, artifacts: Mapping[str, Path]) -> tuple[Program, bytes]:
+def _program(session: Session, said: wire.Taped, artifacts: Mapping[str, Path]) -> tuple[CpuProgram, bytes]:
     if said.refused or not said.program:
-        raise Refused(said.refused or "nothing was recorded")
+        raise NoReplay(said.refused or "nothing was recorded")
     try:
         return program.read(said.program, artifacts), said.program
     except Malformed as error:
@@ -193,7 +195,7 @@ class Judging(Protocol):
     """How outputs of a candidate are judged; see `checks.Checker`."""
 
     def call_deadline(self) -> float: ...
-    def is_right(self, session: Session, outcome: Outcome, input_set: InputSet) -> bool: ...
+    def is_right(self, session: Session, outcome: ForwardOutcome, input_set: InputSet) -> bool: ...
 
 
 class Owner(Protocol):
@@ -208,7 +210,7 @@ class Owner(Protocol):
     def check(self, session: Session) -> bool: ...
 
 
-class Replays:
+class CpuReplays:
     """Of one reference, their owner, and its candidates. It does not hold its owner, which holds it."""
 
     def __init__(self, options: BenchOptions) -> None:
@@ -229,14 +231,14 @@ class Replays:
     ) -> Session:
         """:raises Refused: there can't be one."""
         if owner.copies:
-            raise Refused("this host lets nobody read a child's memory")
+            raise NoReplay("this host lets nobody read a child's memory")
         if reason := statics.refusal(artifacts):
-            raise Refused(reason)
+            raise NoReplay(reason)
         known = owner.rehearsal(0)
         place(session, 0, known)
         first = session.record(0, judge.call_deadline())
         if not judge.is_right(session, session.call(wire.OP_EMPTY, 0, judge.call_deadline()), known):
-            raise Refused(WRONG)
+            raise NoReplay(WRONG)
         self._own_work(owner, zygote)
         work, last = self._recorded(owner, session, artifacts, first, judge.call_deadline)
         try:
@@ -257,7 +259,7 @@ class Replays:
         the last ones alone: what numpy made of those lies in a block that seems to last.
         """
         limit_s = judge.call_deadline()
-        session = ReplaySession(zygote, work, artifacts, self._options.limits, self._options.deadline_s)
+        session = CpuReplaySession(zygote, work, artifacts, self._options.limits, self._options.deadline_s)
         try:
             owner.attach(session)
             if all(self._answers(session, one, judge, limit_s) for one in known):
@@ -269,7 +271,7 @@ class Replays:
             session.close()
             raise
         session.close()
-        raise Refused(reason)
+        raise NoReplay(reason)
 
     def _answers(self, session: Session, known: InputSet, judge: Judging, limit_s: float) -> bool:
         place(session, 0, known)
@@ -288,7 +290,7 @@ class Replays:
         if not self._own:
             self._own = self._made(owner, zygote)
         if isinstance(self._own, str):
-            raise Refused(f"the reference can't be replayed: {self._own}")
+            raise NoReplay(f"the reference can't be replayed: {self._own}")
         return self._own
 
     def _made(self, owner: Owner, zygote: Zygote) -> Work | str:
@@ -301,14 +303,14 @@ class Replays:
             work, _ = self._recorded(owner, session, {}, session.record(0, limit_s), lambda: limit_s)
             replay, is_right = self._checked(owner, zygote, work)
             replay.close()
-        except Refused as reason:
+        except NoReplay as reason:
             return str(reason)
         except CandidateFault as fault:
             return fault.text
         return work if is_right else "its recorded work gives other results when it is done again"
 
     def _checked(self, owner: Owner, zygote: Zygote, work: Work) -> tuple[Session, bool]:
-        session = ReplaySession(zygote, work, {}, self._options.limits, self._options.reference_deadline_s)
+        session = CpuReplaySession(zygote, work, {}, self._options.limits, self._options.reference_deadline_s)
         try:
             owner.attach(session)
             return session, owner.check(session)
@@ -333,4 +335,4 @@ class Replays:
             if work.shape == before.shape:
                 return Work(work, data, session.block), rehearsal
             before = work  # what the first run prepared for all others, the second does not do again
-        raise Refused("forward does not do the same steps for other inputs")
+        raise NoReplay("forward does not do the same steps for other inputs")

@@ -21,7 +21,7 @@ from kbrl_async.kernels.sandbox import Isolation
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cpu import program
 from kbrl_async.kernels.verify.cpu.compiled import Compiler
-from kbrl_async.kernels.verify.cpu.program import Call, Program, Step
+from kbrl_async.kernels.verify.cpu.program import Call, CpuProgram, Step
 from kbrl_async.kernels.verify.cpu.runner import Runner, failure, mute
 from kbrl_async.kernels.verify.operators import computes
 
@@ -84,7 +84,7 @@ class Replayer(Runner):
         return ((result, kept) if muted else result), wire.Trace(launches, ops)
 
 
-def _constants(work: Program, places: list[tuple[int, int]], fds: list[int]) -> list[torch.Tensor]:
+def _constants(work: CpuProgram, places: list[tuple[int, int]], fds: list[int]) -> list[torch.Tensor]:
     maps = []
     for fd, rights in zip(fds, (mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE), strict=True):
         size = os.fstat(fd).st_size

@@ -179,7 +179,7 @@ class Runner:
         values.flatten(given, inputs)
         values.flatten(self.held[1], shapes)
         saved = [tensor.clone() for tensor in inputs]
-        watch = trace.Watch({tensor.numel() for tensor in shapes}, saved)
+        watch = trace.OperatorWatch({tensor.numel() for tensor in shapes}, saved)
         result, found = trace.recorded(lambda: self.model(*given), watch, muted=True)
         outputs: list[torch.Tensor] = []
         tree = values.flatten(result, outputs)

@@ -23,8 +23,8 @@ import msgspec
 
 from kbrl_async.kernels.timing import Measured, Pair, measure
 from kbrl_async.kernels.timing.cpu.host import (
+    CacheFlush,
     CoreUse,
-    Flush,
     clock_mhz,
     evict,
     hardware,
@@ -32,14 +32,14 @@ from kbrl_async.kernels.timing.cpu.host import (
     process_time_ns,
     taken_by_others,
 )
-from kbrl_async.kernels.timing.load import Snapshot, Watch, snapshot
+from kbrl_async.kernels.timing.load import CpuCounters, LoadWatch, snapshot
 from kbrl_async.kernels.timing.statistics import Interval
 from kbrl_async.kernels.verify import compare, wire
 from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.cpu import bursts
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.report import timing_of
-from kbrl_async.kernels.verify.session import CandidateFault, Outcome, Session
+from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Session
 from protocols.records import Fault, Timing
 
 _EMPTY_CALLS = 11
@@ -61,7 +61,7 @@ class Stopwatch:
         self._reference = twin
         self._candidate = checker.session
         keep_heap()
-        self._flush = Flush(options.recipe.flush_bytes)
+        self._flush = CacheFlush(options.recipe.flush_bytes)
         self._meters = {id(s): CoreUse(s.host_pid) for s in (self._reference, self._candidate)}
         self._slot = 0
         self._places: deque[tuple[set[int], set[int]]] = deque(maxlen=_HELD)
@@ -81,7 +81,7 @@ class Stopwatch:
             # One overhead for both, the trusted side's: two would turn into a speedup for short calls.
             self._empty, self._idle = self._empty_ns(self._reference)
             children = (self._reference.host_pid, self._candidate.host_pid)
-            self._watch = Watch(
+            self._watch = LoadWatch(
                 functools.partial(_snapshot, self._options.cores, children),
                 cores=len(self._options.cores) or os.cpu_count() or 1,
                 patience_s=self._options.recipe.patience_s,
@@ -113,11 +113,11 @@ class Stopwatch:
         self._watch.pair(is_polluted)
         return Pair(reference, candidate, share, is_polluted)
 
-    def _net_ns(self, sample: Outcome) -> float:
+    def _net_ns(self, sample: ForwardOutcome) -> float:
         """What a child works before its order or after its answer counts as time, too."""
         return max(_FLOOR_NS, sample.elapsed_ns - self._empty, sample.worked_ns - self._idle)
 
-    def _pair(self, candidate_first: bool) -> tuple[Outcome, Outcome]:
+    def _pair(self, candidate_first: bool) -> tuple[ForwardOutcome, ForwardOutcome]:
         self._slot = (self._slot + 1) % len(self._candidate.slots)
         arenas = [self._reference.slots[self._slot], self._candidate.slots[self._slot]]
         self._rng.shuffle(arenas)
@@ -133,19 +133,19 @@ class Stopwatch:
         self._refuse_in_place(reference, candidate)
         return reference, candidate
 
-    def _call(self, session: Session) -> Outcome:
+    def _call(self, session: Session) -> ForwardOutcome:
         self._flush()
         self._evicted = evict(session.slots[self._slot])
         return session.call(wire.OP_RUN, self._slot, self._checker.one_call_s, self._meters[id(session)])
 
-    def _compare(self, reference: Outcome, candidate: Outcome) -> None:
+    def _compare(self, reference: ForwardOutcome, candidate: ForwardOutcome) -> None:
         expected = [self._reference.read(meta) for meta in reference.tensors]
         found = self._checker.compare(self._checker.outputs(candidate), expected, self._tolerances)
         if found.wrong:
             text = f"{found.wrong} of {found.total} values of a timed call are wrong; the checked calls were right"
             raise CandidateFault(Fault.CHEATING, text, "wrong_when_timed")
 
-    def _refuse_in_place(self, reference: Outcome, candidate: Outcome) -> None:
+    def _refuse_in_place(self, reference: ForwardOutcome, candidate: ForwardOutcome) -> None:
         """As in checked calls: inputs stay as they were, and no output lies where one of those before it still is."""
         if not self._checker.reference.sets[0].mutated:
             both = zip(self._candidate.slots[self._slot], self._reference.slots[self._slot], strict=True)
@@ -184,10 +184,10 @@ class Stopwatch:
         return msgspec.structs.replace(timing, load=max(measured.load, self._watch.load().share or 0.0))
 
 
-def _places(outcome: Outcome) -> set[int]:
+def _places(outcome: ForwardOutcome) -> set[int]:
     return {meta.place for meta in outcome.tensors if math.prod(meta.shape)}
 
 
-def _snapshot(cores: tuple[int, ...], children: tuple[int, int]) -> Snapshot:
+def _snapshot(cores: tuple[int, ...], children: tuple[int, int]) -> CpuCounters:
     """Not a method: a stopwatch that holds itself is freed by the collector alone, some time, with all its tensors."""
     return snapshot(cores, own_s=lambda: time.process_time() + sum(map(process_time_ns, children)) / 1e9)

@@ -21,7 +21,7 @@ from kbrl_async.kernels.backends.c.launch import CKernel
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cpu import library
-from kbrl_async.kernels.verify.cpu.program import Block, Call, Constant, Kind, Operator, Program, Step
+from kbrl_async.kernels.verify.cpu.program import Block, Call, Constant, CpuProgram, Kind, OperatorCall, Step
 
 _KINDS: dict[type, Kind] = {ctypes.c_int64: "long", ctypes.c_float: "float", ctypes.c_double: "double"}
 _SAID = {
@@ -36,7 +36,7 @@ class Unrecordable(Exception):  # noqa: N818 - a reason, not an error
     """Why this forward is no program, in words."""
 
 
-def record(forward: Callable[[], Any], inputs: list[torch.Tensor]) -> tuple[Any, Program | str]:
+def record(forward: Callable[[], Any], inputs: list[torch.Tensor]) -> tuple[Any, CpuProgram | str]:
     """`forward()`, and what it consisted of, or why that can't be said."""
     tape = Tape(inputs)
     RECORDER.tape = tape.called
@@ -93,7 +93,7 @@ class Tape(TorchDispatchMode):
             if isinstance(item, torch.Tensor) and library.writes(name, 0, key):
                 self._written.add(_storage(item))
         arguments = ["L", [["L", [self._tree(item) for item in args]], self._tree(named)]]
-        self._steps.append(Operator(name, arguments, self._tree(result, is_new=True)))
+        self._steps.append(OperatorCall(name, arguments, self._tree(result, is_new=True)))
 
     def called(self, kernel: CKernel, args: tuple[Any, ...], given: list[Any]) -> None:
         """One call of a built function: `args` as forward gave them, `given` as C gets them."""
@@ -155,9 +155,9 @@ class Tape(TorchDispatchMode):
         shape, strides, offset = (values.flatten(one, []) for one in where)
         number = len(self._met) - len(self._constants)
         arguments = ["L", [["L", [["T", base], shape, strides, offset]], ["D", {}]]]
-        self._steps.append(Operator("aten::as_strided", arguments, ["T", number]))
+        self._steps.append(OperatorCall("aten::as_strided", arguments, ["T", number]))
 
-    def program(self, result: Any) -> Program | str:
+    def program(self, result: Any) -> CpuProgram | str:
         """All of it, or why there is none."""
         try:
             tree = self._refused or self._tree(result)
@@ -167,7 +167,7 @@ class Tape(TorchDispatchMode):
             return self._refused
         blocks, constants = self._blocks()
         steps = [self._renumbered(step) for step in self._steps]
-        return Program(self._inputs, blocks, constants, steps, self._final(tree))
+        return CpuProgram(self._inputs, blocks, constants, steps, self._final(tree))
 
     def _blocks(self) -> tuple[list[Block], list[Constant]]:
         places: dict[int, int] = {}
@@ -183,8 +183,8 @@ class Tape(TorchDispatchMode):
         return blocks, constants
 
     def _renumbered(self, step: Step) -> Step:
-        if isinstance(step, Operator):
-            return Operator(step.name, self._final(step.arguments), self._final(step.results))
+        if isinstance(step, OperatorCall):
+            return OperatorCall(step.name, self._final(step.arguments), self._final(step.results))
         given = [(kind, self._place(int(n)) if kind == "tensor" else n) for kind, n in step.arguments]
         return Call(step.artifact, step.name, given)
 

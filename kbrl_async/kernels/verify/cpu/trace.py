@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kbrl_async.kernels.backends.c import launch as c
-from kbrl_async.kernels.backends.launch.recorder import RECORDER, Recorder
+from kbrl_async.kernels.backends.launch.recorder import RECORDER, LaunchCounter
 from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.operators import computes
 from kbrl_async.kernels.verify.wire import Trace
@@ -38,7 +38,7 @@ _GUARDED: list[tuple[object, str]] = [
     *((torch, name) for name in ("empty", "empty_like", "zeros", "equal", "allclose", "rand", "randn")),
     (torch.cuda, "synchronize"),
     (torch.cuda, "Event"),
-    (Recorder, "call"),
+    (LaunchCounter, "call"),
     (c.CKernel, "__call__"),
     (c, "RECORDER"),
     (ctypes, "CDLL"),
@@ -57,7 +57,7 @@ def bind() -> None:
     _ORIGINAL[:] = _identities()
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own hook is not typed
+class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own hook is not typed
     """Counts operators, and keeps some results of the given numbers of elements: one may be the answer already."""
 
     def __init__(self, sizes: set[int], inputs: Sequence[torch.Tensor] = ()) -> None:
@@ -106,11 +106,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own h
                 self.kept.append((name, item.clone()))
 
 
-def recorded(run: Callable[[], Any], watch: Watch | None = None, muted: bool = False) -> tuple[Any, Trace]:
+def recorded(run: Callable[[], Any], watch: OperatorWatch | None = None, muted: bool = False) -> tuple[Any, Trace]:
     """`run()` and what it consisted of."""
     tampered = _tampered()
     launches: dict[str, tuple[int, int]] = {}
-    watch = watch or Watch(set())
+    watch = watch or OperatorWatch(set())
     RECORDER.launches, RECORDER.is_on, RECORDER.is_muted, RECORDER.depth = launches, True, muted, 0
     RECORDER.tape = watch.given if muted else None
     try:
@@ -122,7 +122,7 @@ def recorded(run: Callable[[], Any], watch: Watch | None = None, muted: bool = F
     return result, Trace(launches, watch.ops, watch.inside, "", tampered or _tampered())
 
 
-def answered(trace: Trace, watch: Watch, answer: list[torch.Tensor]) -> Trace:
+def answered(trace: Trace, watch: OperatorWatch, answer: list[torch.Tensor]) -> Trace:
     """The trace, with the first operator whose result already was one of the answer's tensors; an input never tells."""
     kept = [(name, item) for name, item in watch.kept if name != _BEFORE or not watch.is_input(item)]
     name = next((name for name, item in kept for wanted in answer if is_answer(item, wanted)), "")

@@ -24,7 +24,7 @@ _PER_THREAD = 2  # CU_STREAM_PER_THREAD
 _ALLOWED = (KERNEL, MEMCPY, MEMSET, EMPTY, CHILD)
 
 
-class Refused(Exception):  # noqa: N818 - an answer, not an error
+class NoGraph(Exception):  # noqa: N818 - an answer, not an error
     """Why a forward is not timed as a graph."""
 
 
@@ -50,8 +50,8 @@ class Flush:
         return self._driver.add_memset(graph, None, self.buffer.data_ptr(), self.buffer.numel(), 1)
 
 
-class Batch:
-    """Graphs of `forward(k)` for every slot k < `count`. `Refused` where that can't be."""
+class CapturedForwards:
+    """Graphs of `forward(k)` for every slot k < `count`. `NoGraph` where that can't be."""
 
     def __init__(self, driver: Driver, flush: Flush, forward: Callable[[int], list[torch.Tensor]], count: int) -> None:
         self._driver, self._flush = driver, flush
@@ -89,9 +89,9 @@ class Batch:
     def _look_at(self, graph: int, is_first: bool) -> None:
         for node, kind in self._driver.nodes(graph):
             if kind not in _ALLOWED:
-                raise Refused(f"its graph holds {_NAMES.get(kind, f'a node of type {kind}')}")
+                raise NoGraph(f"its graph holds {_NAMES.get(kind, f'a node of type {kind}')}")
             if kind == KERNEL and self._driver.keeps_l2(node):
-                raise Refused("a kernel asks for lines that persist in L2")
+                raise NoGraph("a kernel asks for lines that persist in L2")
             if kind == KERNEL and is_first:
                 self.kernels.setdefault(self._driver.kernel_name(node), []).append(node)
 

@@ -21,7 +21,7 @@ from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify import fused
 from kbrl_async.kernels.verify.cuda.health import GpuHealth
 from kbrl_async.kernels.verify.cuda.passes import Passes
-from kbrl_async.kernels.verify.cuda.prewarmed import LIFE_S, Spares
+from kbrl_async.kernels.verify.cuda.prewarmed import LIFE_S, PrewarmedChildren
 from kbrl_async.kernels.verify.cuda.reference import CudaReference, DoesNotFit, make_room, room_kept
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
 from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory, Unreplayable
@@ -77,8 +77,8 @@ class CudaDevice(Device):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._health: GpuHealth | None = None
-        self._spares: Spares | None = None
-        self._homes: Spares | None = None
+        self._spares: PrewarmedChildren | None = None
+        self._homes: PrewarmedChildren | None = None
         """Of references."""
         self._replays: Replays | None = None
         self._reservations: Reservations | None = None
@@ -134,9 +134,9 @@ class CudaDevice(Device):
         tick: Tick,
     ) -> Reference:
         if self._spares is None or self._homes is None:
-            self._spares = Spares(zygote, options.limits, options.device)
+            self._spares = PrewarmedChildren(zygote, options.limits, options.device)
             lasting = msgspec.structs.replace(options.limits, cpu_s=LIFE_S)
-            self._homes = Spares(zygote, lasting, options.device)
+            self._homes = PrewarmedChildren(zygote, lasting, options.device)
         self._homes.refill()
         self._replays_for(zygote, options).refill()  # they start while the reference is made
         if not make_room(kept, options, self._homes):

@@ -31,7 +31,7 @@ LIFE_S = 24 * 3600
 """CPU seconds of a process that serves many in turn."""
 
 
-class Spares:
+class PrewarmedChildren:
     """`count`: so many wait, as far as `refill` is called."""
 
     def __init__(self, zygote: Zygote, limits: Limits, device: str, entry: str = ENTRY, count: int = 1) -> None:

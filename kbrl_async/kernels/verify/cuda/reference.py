@@ -27,9 +27,9 @@ from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
-from kbrl_async.kernels.verify.cuda.prewarmed import Spares
+from kbrl_async.kernels.verify.cuda.prewarmed import PrewarmedChildren
 from kbrl_async.kernels.verify.cuda.record.session import Recorders
-from kbrl_async.kernels.verify.cuda.session import CudaSession, Timed
+from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedSide
 from kbrl_async.kernels.verify.known import Draws, outlines
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
@@ -61,14 +61,14 @@ class DoesNotFit(ProblemError):  # noqa: N818 - an answer as long as memory can 
     """The GPU has no memory for a reference, at least not now."""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ReferencePlan(msgspec.Struct, frozen=True):
     """How a problem is run: `slots` places for inputs, `batch` forwards in one timed graph."""
 
     slots: int
     batch: int
 
 
-def plan(elapsed_ns: float, bytes_a_slot: int, memory: int, slots: int) -> Plan:
+def plan(elapsed_ns: float, bytes_a_slot: int, memory: int, slots: int) -> ReferencePlan:
     """Enough forwards for a batch, as far as memory goes.
 
     >>> plan(10_000.0, 1 << 20, 80 << 30, 3)
@@ -78,7 +78,7 @@ def plan(elapsed_ns: float, bytes_a_slot: int, memory: int, slots: int) -> Plan:
     """
     room = max(1, int(memory * _ARENA_SHARE) // max(1, bytes_a_slot))
     batch = min(MAX_BATCH, room, max(1, math.ceil(BATCH_NS / max(elapsed_ns, 1.0))))
-    return Plan(max(batch, min(slots, max(room, 2))), batch)
+    return ReferencePlan(max(batch, min(slots, max(room, 2))), batch)
 
 
 class CudaReference(Reference):
@@ -90,8 +90,8 @@ class CudaReference(Reference):
         problem: Problem,
         options: BenchOptions,
         rng: random.Random,
-        homes: Spares,
-        spares: Spares,
+        homes: PrewarmedChildren,
+        spares: PrewarmedChildren,
         tick: Tick = no_tick,
         claim: Callable[[int], None] = lambda size: None,
     ) -> None:
@@ -105,7 +105,7 @@ class CudaReference(Reference):
         self._weights: DeviceArena | None = None
         self._drawn: list[DeviceArena] = []
         self._outs: list[wire.TensorMeta] = []
-        self.plan, self.forward_ns = Plan(options.slots, 1), 0.0
+        self.plan, self.forward_ns = ReferencePlan(options.slots, 1), 0.0
         try:
             super().__init__(zygote, problem, options, rng, tick)
         except (torch.OutOfMemoryError, CudaError) as error:
@@ -168,7 +168,7 @@ class CudaReference(Reference):
                 for meta, example in zip(places, self.examples, strict=True):
                     arena.view(meta).zero_() if example.is_meta else arena.view(meta).copy_(example)
 
-        order = wire.Record(self.setup(code), self.tree, slots, start, place)
+        order = wire.RecordForward(self.setup(code), self.tree, slots, start, place)
         with contextlib.nullcontext(()) if place else self._copied_weights() as fds:
             return recorders.record(order, fds, deadline_s, fill)
 
@@ -195,7 +195,7 @@ class CudaReference(Reference):
         return known.refused
 
     def attach(self, session: Judged) -> None:
-        assert isinstance(session, Timed)
+        assert isinstance(session, TimedSide)
         session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs)
         if isinstance(session, CudaSession) and session is not self.session:
             self.spares.refill()  # the next one gets ready while this one is being checked
@@ -284,7 +284,7 @@ class CudaReference(Reference):
             self.plan = plan(elapsed, self.slot_bytes, memory_of(self._options), self._options.slots)
             session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs, least_bytes=least)
         else:
-            self.plan = Plan(1, 1)  # it is attached so
+            self.plan = ReferencePlan(1, 1)  # it is attached so
 
     @property
     def slot_bytes(self) -> int:
@@ -318,7 +318,7 @@ def room_kept(options: BenchOptions) -> float:
     return _KEPT_SHARE * memory_of(options)
 
 
-def make_room(kept: OrderedDict[str, Family], options: BenchOptions, homes: Spares) -> bool:
+def make_room(kept: OrderedDict[str, Family], options: BenchOptions, homes: PrewarmedChildren) -> bool:
     """Close the references used longest ago until the GPU has room for another; whether it has."""
     while not (has_room := _is_free(options)) and kept:
         kept.popitem(last=False)[1].retire()

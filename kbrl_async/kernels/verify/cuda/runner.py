@@ -28,7 +28,7 @@ from kbrl_async.kernels.sandbox import Isolation, gpu
 from kbrl_async.kernels.verify import configs, replies, values, wire
 from kbrl_async.kernels.verify.cpu import runner
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
-from kbrl_async.kernels.verify.cuda.capture import Batch, Flush
+from kbrl_async.kernels.verify.cuda.capture import CapturedForwards, Flush
 from kbrl_async.kernels.verify.memory import whole
 
 
@@ -136,7 +136,7 @@ class CudaRunner(runner.Runner):
         self._pending: list[torch.Tensor] = []
         self._shared: DeviceArena | None = None
         self._outs: list[list[wire.TensorMeta]] = []
-        self._batch: Batch | None = None
+        self._batch: CapturedForwards | None = None
         self._flush: Flush | None = None
         self._poisons = False
         self._events = self._driver.event(), self._driver.event()
@@ -307,7 +307,7 @@ class CudaRunner(runner.Runner):
         self._end_batch()
         self.last, self.held = None, [None, None]
         try:
-            self._batch = Batch(self._driver, self._the_flush, self._forward, count)
+            self._batch = CapturedForwards(self._driver, self._the_flush, self._forward, count)
         except Exception as error:  # Refused, or whatever forward raises when it is captured
             self._driver.call("cuCtxSynchronize")
             return wire.Captured(nonce, refused=f"{type(error).__name__}: {error}".splitlines()[0][:200])

@@ -22,13 +22,13 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.sandbox import Child, Limits, Zygote
-from kbrl_async.kernels.timing.turns import Turns
+from kbrl_async.kernels.timing.turns import DeviceTurns
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
-from kbrl_async.kernels.verify.cuda.prewarmed import ENTRY, Spares, as_files
+from kbrl_async.kernels.verify.cuda.prewarmed import ENTRY, PrewarmedChildren, as_files
 from kbrl_async.kernels.verify.memory import as_message
-from kbrl_async.kernels.verify.session import CandidateFault, Judged, Outcome, Session, no_meter
+from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Judged, Session, no_meter
 
 _POISON = 0x7F
 _CLAIM_SHARE, _CLAIM_NS = 1.1, 1_000_000
@@ -39,7 +39,7 @@ _Answer = TypeVar("_Answer", wire.Captured, wire.Timed)
 _KEEPS_OUTPUTS = (wire.OP_POISON_ON, wire.OP_POISON_OFF, wire.OP_FREE)
 
 
-class Sample(msgspec.Struct, frozen=True):
+class TimedCall(msgspec.Struct, frozen=True):
     """One timed call: what the child says lies between two events, and what our clock says of the whole call."""
 
     elapsed_ns: float
@@ -49,7 +49,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 @runtime_checkable
-class Timed(Judged, Protocol):
+class TimedSide(Judged, Protocol):
     """What timing asks of either side on a GPU."""
 
     is_trusted: bool
@@ -77,9 +77,9 @@ class Timed(Judged, Protocol):
         ...
 
     def capture(self, count: int, deadline_s: float) -> wire.Captured: ...
-    def replay(self, times: int, deadline_s: float) -> Sample: ...
-    def event(self, slot: int, deadline_s: float) -> Sample: ...
-    def events(self, times: int, deadline_s: float) -> Sample: ...
+    def replay(self, times: int, deadline_s: float) -> TimedCall: ...
+    def event(self, slot: int, deadline_s: float) -> TimedCall: ...
+    def events(self, times: int, deadline_s: float) -> TimedCall: ...
     def leaves_out(self, deadline_s: float) -> None: ...
     def outputs(self, first: int, end: int) -> list[torch.Tensor]:
         """The outputs of these slots after a timed call, by output: (end − first, *shape). Maybe no copies."""
@@ -107,7 +107,7 @@ class CudaSession(Session):
         fds: tuple[int, ...],
         limits: Limits,
         deadline_s: float,
-        spares: Spares,
+        spares: PrewarmedChildren,
     ) -> None:
         self._spares = spares
         self._where = torch.device(setup.device)
@@ -165,7 +165,7 @@ class CudaSession(Session):
 
     def _readable(self, deadline_s: float) -> bool:
         """A child that is starting makes its context, which disturbs nobody who times."""
-        return Turns.answers(self._child.channel, deadline_s, self._child if self._is_confined else None)
+        return DeviceTurns.answers(self._child.channel, deadline_s, self._child if self._is_confined else None)
 
     def _starved(self, deadline_s: float, used_before_ns: int = 0) -> bool:
         """A GPU that clears away a fault answers nobody for seconds, us neither; then the child's answer still comes.
@@ -246,7 +246,7 @@ class CudaSession(Session):
         arena = self.fetch(drawn.tensors, deadline_s)
         return drawn.tree, [arena.view(meta) for meta in drawn.tensors], arena
 
-    def call(self, op: int, slot: int, deadline_s: float, meter: object = no_meter) -> Outcome:
+    def call(self, op: int, slot: int, deadline_s: float, meter: object = no_meter) -> ForwardOutcome:
         """As on a CPU; our writes are done before, and a candidate's output area holds poison."""
         if op not in _KEEPS_OUTPUTS and not self.is_widened:
             self.poison()
@@ -284,14 +284,14 @@ class CudaSession(Session):
             self.captured = self._timed_call(wire.Captured, wire.OP_CAPTURE, count, deadline_s)[1]
         return self.captured
 
-    def replay(self, times: int, deadline_s: float) -> Sample:
+    def replay(self, times: int, deadline_s: float) -> TimedCall:
         return self._sample(wire.OP_REPLAY, times, deadline_s)
 
-    def events(self, times: int, deadline_s: float) -> Sample:
+    def events(self, times: int, deadline_s: float) -> TimedCall:
         """Ordinary forwards over slot 0, summed."""
         return self._sample(wire.OP_EVENTS, times, deadline_s)
 
-    def event(self, slot: int, deadline_s: float) -> Sample:
+    def event(self, slot: int, deadline_s: float) -> TimedCall:
         return self._sample(wire.OP_EVENT, slot, deadline_s)
 
     def leaves_out(self, deadline_s: float) -> None:
@@ -327,9 +327,9 @@ class CudaSession(Session):
                 raise self.forged("a call is said to have lasted longer than it did")
         return elapsed, reply
 
-    def _sample(self, op: int, argument: int, deadline_s: float) -> Sample:
+    def _sample(self, op: int, argument: int, deadline_s: float) -> TimedCall:
         wall_ns, told = self._timed_call(wire.Timed, op, argument, deadline_s)
-        return Sample(told.elapsed_ns, wall_ns, told.empty_ns, told.stream_ns)
+        return TimedCall(told.elapsed_ns, wall_ns, told.empty_ns, told.stream_ns)
 
 
 def _bytes(meta: wire.TensorMeta) -> int:

@@ -42,9 +42,9 @@ from kbrl_async.kernels.verify import compare, proof, wire
 from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
-from kbrl_async.kernels.verify.cuda.reference import CudaReference, Plan
+from kbrl_async.kernels.verify.cuda.reference import CudaReference, ReferencePlan
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
-from kbrl_async.kernels.verify.cuda.session import CudaSession, Sample, Timed
+from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedCall, TimedSide
 from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.report import clean, timing_of
@@ -93,7 +93,7 @@ RESOLVED = (
 """What A against A could not resolve by length, on two H200s; `kbrl bench --aa` measures a host's own."""
 
 
-def batch_for(plan: Plan, reference_ns: float, candidate_ns: float) -> int:
+def batch_for(plan: ReferencePlan, reference_ns: float, candidate_ns: float) -> int:
     """Forwards in one timed run. Of a candidate that is clearly slower than its reference fewer, a power of two: how
     much slower it is needs no precision.
 
@@ -121,13 +121,13 @@ class CudaStopwatch:
     ) -> None:
         assert isinstance(checker.reference, CudaReference)
         assert isinstance(twin, CudaSession)
-        assert isinstance(checker.session, Timed)
+        assert isinstance(checker.session, TimedSide)
         self._checker, self._options, self._rng, self._tick = checker, options, rng, tick
         self._plan, self._pool = checker.reference.plan, checker.reference.pool
         self._slot_bytes = checker.reference.slot_bytes
         self._nominal = checker.reference.sets[0]
-        self._reference: Timed = twin
-        self._candidate: Timed = checker.session
+        self._reference: TimedSide = twin
+        self._candidate: TimedSide = checker.session
         self._limit_s = checker.one_call_s
         self._batch = batch_for(self._plan, checker.reference.forward_ns, checker.session.forward_ns)
         if self._candidate.is_kept:
@@ -139,7 +139,7 @@ class CudaStopwatch:
         self._refused = ""
         self._kernels: dict[str, int] = {}
         self._ballast: list[DeviceArena] = []
-        self._moved: Timed = self._reference if rng.random() < 0.5 else self._candidate
+        self._moved: TimedSide = self._reference if rng.random() < 0.5 else self._candidate
         self._hidden = 0.0
         self._beside: list[tuple[float, float]] = []
         self._nvml, self._seen = nvml, list[Observation]()
@@ -332,7 +332,7 @@ class CudaStopwatch:
         slots = list(range(self._slot, self._slot + count))
         with span("pairs: filled"):
             self._fill(slots)
-        sides: list[Timed] = [self._reference, self._candidate]
+        sides: list[TimedSide] = [self._reference, self._candidate]
         self._rng.shuffle(sides)
         with span("pairs: run"):
             samples = {id(side): self._sample(side) for side in sides}
@@ -378,10 +378,10 @@ class CudaStopwatch:
         self._seen.append(observe(self._nvml))
         return self._seen[-1]
 
-    def _net(self, sample: Sample, count: int) -> float:
+    def _net(self, sample: TimedCall, count: int) -> float:
         return max(_FLOOR_NS, sample.elapsed_ns - self._empty) / count
 
-    def _sample(self, session: Timed) -> Sample:
+    def _sample(self, session: TimedSide) -> TimedCall:
         # Of the reference, too: both find the GPU as the same work of ours left it.
         session.poison(None if self._refused else self._batch)
         slot = self._slot
@@ -490,7 +490,7 @@ class CudaStopwatch:
                 least[id(session)] = min(least[id(session)], extra)
         return least[id(self._candidate)] - least[id(self._reference)]
 
-    def _many(self, session: Timed, times: int) -> Sample:
+    def _many(self, session: TimedSide, times: int) -> TimedCall:
         limit = max(self._limit_s, times * self._limit_s / 10)
         return session.events(times, limit) if self._refused else session.replay(times, limit)
 

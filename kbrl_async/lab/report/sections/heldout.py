@@ -10,7 +10,7 @@ from kbrl_async.evaluation.proportions import WORDS, wilson
 from kbrl_async.lab.report import differences, numbers
 from kbrl_async.lab.report.differences import Delta
 from kbrl_async.lab.report.layout import (
-    Share,
+    ShareInterval,
     axis_row,
     data_table,
     figure,
@@ -53,10 +53,10 @@ def make(run: RunData) -> Markup:
     return section("heldout", "Held-out problems", intro, key, charts, curves)
 
 
-def share(answers: Answers, flag: str) -> Share | None:
+def share(answers: Answers, flag: str) -> ShareInterval | None:
     """Of answers that are so, with Wilson's interval; None of none."""
     hits = sum(bool(getattr(s, flag)) for s in answers)
-    return Share(hits / len(answers), *wilson(hits, len(answers))) if answers else None
+    return ShareInterval(hits / len(answers), *wilson(hits, len(answers))) if answers else None
 
 
 # ── before and after ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -72,13 +72,13 @@ def _rates(before: Answers, after: Answers) -> Markup:
     return figure("Rates", "share of answers", chart, _changes(before, after), speed)
 
 
-def two_times(name: str, before: Share | None, after: Share | None) -> Markup:
+def two_times(name: str, before: ShareInterval | None, after: ShareInterval | None) -> Markup:
     """A row with a share at two times."""
     said = [f"{_with_interval(one)} {when}" for one, when in ((before, "before"), (after, "after"))]
     return two_shares(name, before, after, "correct", f"{name}: {', '.join(said)}")
 
 
-def _with_interval(one: Share | None) -> str:
+def _with_interval(one: ShareInterval | None) -> str:
     return (
         "–"
         if one is None

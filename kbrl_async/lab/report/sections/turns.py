@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kbrl_async.evaluation.proportions import clustered_share
 from kbrl_async.lab.report import numbers
-from kbrl_async.lab.report.layout import Share, axis_row, figure, grid, legend, rows, section
+from kbrl_async.lab.report.layout import ShareInterval, axis_row, figure, grid, legend, rows, section
 from kbrl_async.lab.report.markup import Markup
 from kbrl_async.lab.report.model import RunData
 from kbrl_async.lab.report.plots import Series, line_chart
@@ -50,14 +50,14 @@ def _by_turn(two: Ends, flag: str, title: str) -> Markup:
     return figure(title, "share of the turns", rows([*made, axis_row(AXIS)], label=title, kind="bare"))
 
 
-def _share(part: VersionRange | None, turn: int, flag: str) -> Share | None:
+def _share(part: VersionRange | None, turn: int, flag: str) -> ShareInterval | None:
     """Of the turns of this number that are so; answers of one group are alike."""
     groups: dict[str, list[bool]] = defaultdict(list)
     for answer in part.answers if part else ():
         if answer.stats.turn == turn:
             groups[answer.group_id].append(bool(getattr(answer.stats, flag)))
     hits = list(groups.values())
-    return Share(sum(map(sum, hits)) / sum(map(len, hits)), *clustered_share(hits)) if hits else None
+    return ShareInterval(sum(map(sum, hits)) / sum(map(len, hits)), *clustered_share(hits)) if hits else None
 
 
 def _success(two: Ends) -> Markup:

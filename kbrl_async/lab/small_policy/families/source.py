@@ -23,7 +23,7 @@ class KernelAnswer(msgspec.Struct, frozen=True):
     kernels: tuple[str, ...] = ("run",)
 
 
-class Family(Protocol):
+class ProblemFamily(Protocol):
     """One problem of a family."""
 
     def module(self) -> Module: ...

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kbrl_async.kernels.syntax import Reading
+from kbrl_async.kernels.syntax import ReferenceFacts
 
 Vectors = NDArray[np.float32]
 """One unit vector a row, so that an inner product is a cosine."""
@@ -20,7 +20,7 @@ class Passage(msgspec.Struct, frozen=True):
     """A reference and what was read from it."""
 
     source: str
-    reading: Reading
+    reading: ReferenceFacts
 
 
 class Embedder(Protocol):

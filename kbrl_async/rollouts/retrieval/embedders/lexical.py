@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kbrl_async.errors import UserError
-from kbrl_async.kernels.syntax import Reading
+from kbrl_async.kernels.syntax import ReferenceFacts
 from kbrl_async.kernels.syntax.reading import GROUPS
 from kbrl_async.rollouts.retrieval.embedders.base import Passage, Vectors
 
@@ -69,7 +69,7 @@ class LexicalEmbedder:
         rows = [self._vector(passage.reading) for passage in passages]
         return np.stack(rows) if rows else np.zeros((0, DIMENSION), np.float32)
 
-    def _vector(self, reading: Reading) -> NDArray[np.float32]:
+    def _vector(self, reading: ReferenceFacts) -> NDArray[np.float32]:
         total = np.zeros(DIMENSION, np.float64)
         for group in GROUPS:
             terms, counts = np.unique(_terms(reading, group), return_counts=True)
@@ -84,5 +84,5 @@ class LexicalEmbedder:
         return (total / length if length else total).astype(np.float32)
 
 
-def _terms(reading: Reading, group: str) -> NDArray[np.uint64]:
+def _terms(reading: ReferenceFacts, group: str) -> NDArray[np.uint64]:
     return np.frombuffer(getattr(reading, group), "<u4").astype(np.uint64)

@@ -12,7 +12,7 @@ import torch
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.audit import Auditor, Limits, audit_problems, probe, trials
 from kbrl_async.kernels.problems import audit_file, load_problems, load_suite, parse_problem, usable
-from kbrl_async.kernels.problems.audit_file import Audit, Finding, ProblemAudit, Trial, problem_hash
+from kbrl_async.kernels.problems.audit_file import Audit, AuditFinding, OutputTrial, ProblemAudit, problem_hash
 from protocols.records import Problem
 
 TEXT = """
@@ -144,7 +144,7 @@ def made(*audits: ProblemAudit) -> Audit:
 
 
 def test_the_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    one = ProblemAudit("L1/01_x", "abc", "flagged", findings=(Finding("zeros", "why", "ours"),))
+    one = ProblemAudit("L1/01_x", "abc", "flagged", findings=(AuditFinding("zeros", "why", "ours"),))
     audit_file.write(tmp_path / "a" / "audit.json", made(one, one))
     assert audit_file.read(tmp_path / "a" / "audit.json") == made(one, one)
     assert (tmp_path / "a" / "audit.json").read_text().count("\n    {") == 2
@@ -161,7 +161,12 @@ def test_only_what_fools_our_own_verdicts_is_kept_from_training(tmp_path: Path) 
     (tmp_path / "level1").mkdir()
     audits = []
     for number, found in enumerate(
-        [(), (Finding("zeros", "", "kernelbench"),), (Finding("zeros", "", "ours"),), (Finding("random", ""),)]
+        [
+            (),
+            (AuditFinding("zeros", "", "kernelbench"),),
+            (AuditFinding("zeros", "", "ours"),),
+            (AuditFinding("random", ""),),
+        ]
     ):
         path = tmp_path / "level1" / f"{number}_x.py"
         path.write_text(TEXT.replace("FORWARD", f"x * {number}").replace("INPUTS", "torch.ones(2)"))
@@ -175,7 +180,7 @@ def test_only_what_fools_our_own_verdicts_is_kept_from_training(tmp_path: Path) 
 
 def test_a_problem_that_was_changed_since_is_not_flagged(tmp_path: Path) -> None:
     old = problem("x * 0")
-    audit = made(ProblemAudit("L1/01_x", problem_hash(old), "flagged", findings=(Finding("random", ""),)))
+    audit = made(ProblemAudit("L1/01_x", problem_hash(old), "flagged", findings=(AuditFinding("random", ""),)))
     assert audit_file.with_flags([old], [audit])[0].flags == ("random",)
     assert audit_file.with_flags([problem("x * 1")], [audit])[0].flags == ()
 
@@ -200,7 +205,7 @@ def test_progress_is_told_problem_by_problem(monkeypatch: pytest.MonkeyPatch) ->
     assert audit.version == audit_file.VERSION
 
 
-TRUE = probe.Probe("trials", (Finding("random", "x"),), (), ("float32[1]",), 1.0, 4)
+TRUE = probe.AuditProbe("trials", (AuditFinding("random", "x"),), (), ("float32[1]",), 1.0, 4)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +247,7 @@ def test_what_is_no_number_or_infinite_on_both_sides_is_the_same() -> None:
 
 def test_an_infinite_error_can_be_written_down() -> None:
     found = trials.trial("zeros", "ours", [trials.Fit(False, float("inf"), 1.0)])
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Trial).worst_error > 1e200
+    assert msgspec.json.decode(msgspec.json.encode(found), type=OutputTrial).worst_error > 1e200
 
 
 def test_a_problem_that_compiles_its_own_functions_finds_their_text(auditor: Auditor) -> None:

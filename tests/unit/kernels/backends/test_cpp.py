@@ -15,7 +15,7 @@ import torch
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.building.context import ToolRun
 from kbrl_async.kernels.backends.inline import launch as inline
-from kbrl_async.kernels.backends.inline.build import Attempt, Build
+from kbrl_async.kernels.backends.inline.build import Build, BuildAttempt
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
 from kbrl_async.kernels.funnel import Builder
 from protocols.records import Candidate, Fault, Problem
@@ -233,9 +233,9 @@ def test_only_the_full_build_decides_that_a_candidate_fails(
 ) -> None:
     asked = []
 
-    def full(build: Build, suspects: tuple[int, ...] = ()) -> Attempt:
+    def full(build: Build, suspects: tuple[int, ...] = ()) -> BuildAttempt:
         asked.append(suspects)
-        return Attempt(run=ToolRun(1, "main.cpp:2:3: error: expected ';'", "full", 1.0))
+        return BuildAttempt(run=ToolRun(1, "main.cpp:2:3: error: expected ';'", "full", 1.0))
 
     monkeypatch.setattr(Build, "full", full)
     report = builder.build(make(source, '["scale"]'))
@@ -245,7 +245,7 @@ def test_only_the_full_build_decides_that_a_candidate_fails(
 
 def test_what_only_the_full_build_can_is_built(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
     run = ToolRun(0, "", "full", 1.0)
-    monkeypatch.setattr(Build, "full", lambda self, suspects=(): Attempt(b"the full artifact", run))
+    monkeypatch.setattr(Build, "full", lambda self, suspects=(): BuildAttempt(b"the full artifact", run))
     source = "torch::Tensor scale(torch::Tensor x, double by) { return torch::nn::functional::relu(x); }"
     report = builder.build(make(source + "// full", '["scale"]'))
     assert report.fault is Fault.OK

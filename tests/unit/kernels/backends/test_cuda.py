@@ -9,7 +9,7 @@ import pytest
 from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.building.context import ToolRun
-from kbrl_async.kernels.backends.inline.build import Attempt, Build
+from kbrl_async.kernels.backends.inline.build import Build, BuildAttempt
 from kbrl_async.kernels.backends.launch import elf
 from kbrl_async.kernels.funnel import Builder
 from protocols.records import Candidate, Fault
@@ -67,7 +67,7 @@ def built(builder: Builder, source: str) -> bytes:
 @pytest.fixture
 def never_full(monkeypatch: pytest.MonkeyPatch) -> None:
     run = ToolRun(1, "cuda.cu(1): error: from the full build", "full", 1.0)
-    monkeypatch.setattr(Build, "full", lambda self, suspects=(): Attempt(run=run))
+    monkeypatch.setattr(Build, "full", lambda self, suspects=(): BuildAttempt(run=run))
 
 
 @pytest.mark.usefixtures("never_full")

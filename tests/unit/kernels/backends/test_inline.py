@@ -12,7 +12,7 @@ import pytest
 from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.backends.inline import launch as inline
 from kbrl_async.kernels.backends.inline.backend import diagnose, kernel_names
-from kbrl_async.kernels.backends.inline.flags import Refused, chosen
+from kbrl_async.kernels.backends.inline.flags import FlagRefused, chosen
 from kbrl_async.kernels.backends.inline.launch import Extension, Unit, file_extension, inline_extension
 from kbrl_async.kernels.backends.inline.recording import read
 from kbrl_async.kernels.funnel import Builder
@@ -201,7 +201,7 @@ def test_openmp_is_linked_where_it_is_compiled(ldflags: tuple[str, ...]) -> None
     ],
 )
 def test_flags_that_read_or_run_are_refused(flags: dict[str, tuple[str, ...]]) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(FlagRefused):
         chosen(_with(**flags), "sm_90")
 
 
@@ -300,5 +300,5 @@ def test_a_name_that_no_command_can_hold_is_refused(warm_builder: Builder, name:
 
 
 def test_flags_that_no_command_can_hold_are_refused() -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(FlagRefused):
         chosen(Extension("e", (), cflags=("-DX=" + "1" * 200_000,)), "sm_90")

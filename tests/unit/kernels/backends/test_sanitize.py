@@ -11,7 +11,7 @@ import pytest
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.c.sanitize import driver
 from kbrl_async.kernels.backends.sanitize import parts
-from kbrl_async.kernels.backends.sanitize.parts import Argument, Call, Sanitized
+from kbrl_async.kernels.backends.sanitize.parts import Argument, RecordedLaunch, Sanitized
 from kbrl_async.kernels.backends.sanitize.reports import GPU_EXIT, asan, compute_sanitizer, ubsan
 from kbrl_async.kernels.backends.sanitize.sanitize import Sanitizer, gpu_command
 from kbrl_async.kernels.funnel import Builder
@@ -166,7 +166,7 @@ def test_an_extension_is_run_by_a_python_under_asan(tmp_path: Path) -> None:
 
 def test_the_driver_passes_numbers_to_the_last_bit() -> None:
     arguments = [Argument("float *y", 0, 8), Argument("float a", value=0.1), Argument("double b", value=float("inf"))]
-    text = driver([Call(3, "key", "g", [*arguments, Argument("long n", value=-7)], [64])])
+    text = driver([RecordedLaunch(3, "key", "g", [*arguments, Argument("long n", value=-7)], [64])])
     assert "void g(void *, float, double, long long);" in text
     assert f"g((char *)b3_0 + 8, (float){(0.1).hex()}, (double)__builtin_inf(), (long long)-7LL);" in text
     assert 'load("call-3-0.bin", 64u)' in text

@@ -12,7 +12,7 @@ from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.backends.triton import cache as triton_cache
 from kbrl_async.kernels.backends.triton import tuning
-from kbrl_async.kernels.backends.triton.arguments import Bound
+from kbrl_async.kernels.backends.triton.arguments import BoundArguments
 from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import BuildReport, Candidate, Fault, Problem
@@ -142,14 +142,14 @@ class Tuner:
 
 def test_a_budget_is_that_of_all_tuners_and_one_configuration_of_each_is_free() -> None:
     times = iter(range(100))
-    budget = tuning.Budget(2.0, lambda: float(next(times)))
+    budget = tuning.TuningBudget(2.0, lambda: float(next(times)))
     other = type("Other", (), {"base_fn": staticmethod(build)})()
     made = [budget.compile(Tuner(), number, lambda number=number: number) for number in range(4)]  # type: ignore[misc]
     assert made == [0, 1, None, None]
     assert budget.compile(other, 7, lambda: 7) == 7
     assert budget.note == "tuned over 3 configurations, 2 left out for time"
     with pytest.raises(ValueError, match="no"):
-        tuning.Budget(1.0).compile(Tuner(), 0, lambda: int("no"))
+        tuning.TuningBudget(1.0).compile(Tuner(), 0, lambda: int("no"))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_what_is_no_compile_error_is_left_to_the_bench_with_a_note(builder: Buil
 
 
 def test_a_compiled_kernel_is_launched_with_its_constants_or_not_at_all() -> None:
-    bound = Bound(["*fp32", "constexpr", "i32"], None)
+    bound = BoundArguments(["*fp32", "constexpr", "i32"], None)
     bound.fill([4096, 7, 3])
     assert [cell.value for cell in bound.cells] == [4096, 3]
     for values in ([4096, 3], [4096, 7, 3, 3]):

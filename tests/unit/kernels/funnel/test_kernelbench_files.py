@@ -17,7 +17,7 @@ from kbrl_async.kernels.kernelbench import analysis
 from kbrl_async.kernels.kernelbench.files import (
     NOT_TIMED,
     Baseline,
-    Written,
+    KernelFile,
     baselines_of,
     file_name,
     numbers,
@@ -25,7 +25,7 @@ from kbrl_async.kernels.kernelbench.files import (
     write_baselines,
     write_run_folders,
 )
-from kbrl_async.kernels.kernelbench.formats import Outcome
+from kbrl_async.kernels.kernelbench.formats import SampleOutcome
 from protocols.records import (
     BenchReport,
     BuildReport,
@@ -53,12 +53,12 @@ PROBLEMS = [problem("1_a"), problem("02_b"), problem("3_c"), problem("4_d"), pro
 
 def answer(
     level: int, number: int, sample: int, times: tuple[float, float] | None, *, compiled: bool = True
-) -> Written:
+) -> KernelFile:
     """`times`: reference and candidate in ms; None: wrong."""
     timing = Timing(9, 9.0, 8.0, 10.0, times[1], times[0], hardware="host") if times else None
     verdict = Verdict(Fault.OK if times else Fault.INCORRECT if compiled else Fault.COMPILE_ERROR)
     result = Result("", "c", "cpu", verdict, COMPILED if compiled else (), timing)
-    return Written(Outcome(level, number, sample, "", result), f"# {number}.{sample}")
+    return KernelFile(SampleOutcome(level, number, sample, "", result), f"# {number}.{sample}")
 
 
 ANSWERS = [

@@ -10,8 +10,8 @@ import pytest
 
 from kbrl_async.errors import InfraError, UserError
 from kbrl_async.kernels.funnel import Result, Verifier, VerifyOptions
-from kbrl_async.kernels.kernelbench.formats import Outcome, eval_results, problems_root, samples
-from kbrl_async.kernels.kernelbench.runs import JOURNAL_FILE, RESULTS_FILE, RunFolder, RunOptions, Written
+from kbrl_async.kernels.kernelbench.formats import SampleOutcome, eval_results, problems_root, samples
+from kbrl_async.kernels.kernelbench.runs import JOURNAL_FILE, RESULTS_FILE, RunFolder, RunOptions, VerificationEnd
 from protocols.records import Fault, Problem, StageReport, Verdict
 from tests.records import timing
 from tests.unit.kernels.funnel.conftest import PROBLEM, QUICK, kernel
@@ -73,8 +73,8 @@ def bench(run: Path) -> str:
 
 
 def verify_run(
-    run: Path, problems: str, options: RunOptions | None = None, done: Callable[[Outcome], None] = lambda _: None
-) -> Written:
+    run: Path, problems: str, options: RunOptions | None = None, done: Callable[[SampleOutcome], None] = lambda _: None
+) -> VerificationEnd:
     return RunFolder(run, problems, options or RunOptions()).verify(done)
 
 
@@ -107,7 +107,7 @@ def test_what_is_known_is_not_verified_again(run_folder: Path, fake: type[Fake])
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(run_folder: Path, fake: type[Fake]) -> None:
-    def stop(_outcome: Outcome) -> None:
+    def stop(_outcome: SampleOutcome) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -183,7 +183,7 @@ def test_only_kernels_are_samples_in_the_order_of_numbers(run_folder: Path) -> N
 )
 def test_a_fault_is_told_in_their_words(fault: Fault, key: str) -> None:
     result = Result("x", "c", "cpu", Verdict(fault, message="why"), ())
-    entry = eval_results([Outcome(1, 1, 0, "k", result)])["1"][0]
+    entry = eval_results([SampleOutcome(1, 1, 0, "k", result)])["1"][0]
     assert key in entry["metadata"]
     assert entry["metadata"]["fault"] == fault.value
 

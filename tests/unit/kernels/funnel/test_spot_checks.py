@@ -10,14 +10,14 @@ import pytest
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.sanitize.parts import Sanitized
-from kbrl_async.kernels.backends.sanitize.sanitize import Finding, Sanitizer
+from kbrl_async.kernels.backends.sanitize.sanitize import Sanitizer, SanitizerFinding
 from kbrl_async.kernels.funnel import SpotChecks, Verifier
 from kbrl_async.kernels.funnel.verifier import VerifyOptions
 from protocols.records import BenchReport, Candidate, Fault, Problem, Verdict
 from tests.records import timing
 from tests.unit.kernels.funnel.conftest import QUICK, kernel
 
-FINDING = Finding("sanitizer:heap-buffer-overflow", "write of 4 bytes", "line 5")
+FINDING = SanitizerFinding("sanitizer:heap-buffer-overflow", "write of 4 bytes", "line 5")
 CANDIDATE = Candidate("", "c")
 
 

@@ -11,8 +11,8 @@ import torch
 
 from kbrl_async.errors import ProblemError, UserError
 from kbrl_async.kernels.generator import checking, drawing, generate, generating, source, write_folder
-from kbrl_async.kernels.generator.draft import Draft
-from kbrl_async.kernels.generator.generating import HELDOUT_SHARE, Drawn, chain_of
+from kbrl_async.kernels.generator.draft import ProblemDraft
+from kbrl_async.kernels.generator.generating import HELDOUT_SHARE, GeneratedProblem, chain_of
 from kbrl_async.kernels.generator.operators import OPERATORS
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.kernels.problems.writing import render_problem
@@ -21,33 +21,33 @@ COUNT = 12
 
 
 @pytest.fixture(scope="module")
-def drawn() -> list[Drawn]:
+def drawn() -> list[GeneratedProblem]:
     return list(generate(COUNT, seed=7, jobs=1))
 
 
-def test_the_same_seed_gives_the_same_problems_whatever_the_number_of_workers(drawn: list[Drawn]) -> None:
+def test_the_same_seed_gives_the_same_problems_whatever_the_number_of_workers(drawn: list[GeneratedProblem]) -> None:
     assert list(generate(4, seed=7, jobs=2)) == drawn[:4]
     assert [one.source for one in generate(4, seed=8, jobs=1)] != [one.source for one in drawn[:4]]
 
 
-def test_no_two_compute_the_same(drawn: list[Drawn]) -> None:
+def test_no_two_compute_the_same(drawn: list[GeneratedProblem]) -> None:
     assert len({one.chain for one in drawn}) == COUNT
 
 
-def test_nothing_with_the_operations_of_what_is_avoided_is_drawn(tmp_path: Path, drawn: list[Drawn]) -> None:
+def test_nothing_with_the_operations_of_what_is_avoided_is_drawn(tmp_path: Path, drawn: list[GeneratedProblem]) -> None:
     write_folder(tmp_path / "first", drawn)
     avoid = load_problems(str(tmp_path / "first"))
     again = list(generate(COUNT, seed=7, jobs=1, avoid=avoid))
     assert not {one.chain for one in again} & {one.chain for one in drawn}
 
 
-def test_what_is_held_out_depends_on_the_operations_alone(drawn: list[Drawn]) -> None:
-    shares = [Drawn(0, n, "", "", 1, 0.0, (str(n),)).split for n in range(2000)]
+def test_what_is_held_out_depends_on_the_operations_alone(drawn: list[GeneratedProblem]) -> None:
+    shares = [GeneratedProblem(0, n, "", "", 1, 0.0, (str(n),)).split for n in range(2000)]
     assert abs(shares.count("heldout") / 2000 - 1 / HELDOUT_SHARE) < 0.03
-    assert all(one.split == Drawn(9, 9, "", "", 3, 1.0, one.chain).split for one in drawn)
+    assert all(one.split == GeneratedProblem(9, 9, "", "", 3, 1.0, one.chain).split for one in drawn)
 
 
-def test_a_folder_of_them_is_a_source_with_both_shapes(tmp_path: Path, drawn: list[Drawn]) -> None:
+def test_a_folder_of_them_is_a_source_with_both_shapes(tmp_path: Path, drawn: list[GeneratedProblem]) -> None:
     write_folder(tmp_path / "out", drawn)
     small, large = (load_problems(str(tmp_path / "out"), shapes=shapes) for shapes in ("cpu", "gpu"))
     assert len(small) == len(large) == COUNT
@@ -68,9 +68,9 @@ def test_when_there_are_no_more_it_says_how_many_there_were(monkeypatch: pytest.
 
 
 @functools.cache
-def drafts_by_operator() -> dict[str, Draft]:
+def drafts_by_operator() -> dict[str, ProblemDraft]:
     """A small draft with each operator in it."""
-    found: dict[str, Draft] = {}
+    found: dict[str, ProblemDraft] = {}
     for number in range(20_000):
         draft = drawing.draw(random.Random(number), (0.1, 0.6))
         for step in draft.steps:
@@ -84,7 +84,7 @@ def drafts_by_operator() -> dict[str, Draft]:
 def test_every_operator_is_drawn_and_its_shape_is_what_it_says(name: str) -> None:
     """The dimensions that later operators rely on are the tensor's own."""
     draft = drafts_by_operator()[name]
-    program = checking.Program(render_problem(draft.module("")))
+    program = checking.CheckedModule(render_problem(draft.module("")))
     (out,) = program.run(program.draw(1))
     assert list(out.shape) == [size.cpu for size in draft.dims], render_problem(draft.module(""))
 

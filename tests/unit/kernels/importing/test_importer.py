@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kbrl_async.kernels.audit import Limits
-from kbrl_async.kernels.importing import JOURNAL, Found, Importer, Row
+from kbrl_async.kernels.importing import JOURNAL, Found, ImportedRow, Importer
 from kbrl_async.kernels.problems import load_problems, parse_problem
 
 LIMITS = Limits("cpu", 20.0, 4.0)
@@ -24,7 +24,7 @@ def found(name: str, forward: str = "torch.relu(x)", shape: str = "16, 16", head
 
 
 @pytest.fixture(scope="module")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
+def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[ImportedRow]]:
     out = tmp_path_factory.mktemp("imported") / "out"
     rows = [
         found("sound"),
@@ -43,7 +43,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]
     return out, list(importer.run(rows))
 
 
-def test_every_row_has_a_fate_and_a_reason(imported: tuple[Path, list[Row]]) -> None:
+def test_every_row_has_a_fate_and_a_reason(imported: tuple[Path, list[ImportedRow]]) -> None:
     fates = {row.problem_id: (row.outcome, row.reason) for row in imported[1]}
     assert fates["L1/sound"] == fates["L1/sound_2"] == fates["L1/more_dimensions"] == ("taken", "")
     assert fates["L1/other_names"] == ("left out", "the same as another row, but for names and constants")
@@ -55,7 +55,9 @@ def test_every_row_has_a_fate_and_a_reason(imported: tuple[Path, list[Row]]) -> 
     assert fates["L1/hostile"] == ("left out", "its process ended itself, or for want of memory")
 
 
-def test_what_is_taken_is_a_folder_of_problems_with_licences_in_the_journal(imported: tuple[Path, list[Row]]) -> None:
+def test_what_is_taken_is_a_folder_of_problems_with_licences_in_the_journal(
+    imported: tuple[Path, list[ImportedRow]],
+) -> None:
     out, rows = imported
     kept = {row.problem_id for row in rows if row.outcome != "left out"}
     assert {problem.problem_id for problem in load_problems(str(out))} == kept
@@ -64,7 +66,7 @@ def test_what_is_taken_is_a_folder_of_problems_with_licences_in_the_journal(impo
     assert all('"license":"MIT"' in line for line in journal if "sound" in line)
 
 
-def test_the_next_run_goes_on_behind_the_journal(imported: tuple[Path, list[Row]], tmp_path: Path) -> None:
+def test_the_next_run_goes_on_behind_the_journal(imported: tuple[Path, list[ImportedRow]], tmp_path: Path) -> None:
     """A line that a kill cut off is done again; the others are not."""
     first = tmp_path / "out"
     list(Importer(first, LIMITS, jobs=1).run([found("a"), found("b", "torch.tanh(x)")]))

@@ -18,7 +18,7 @@ from kbrl_async.kernels.problems import parse_problem
 from kbrl_async.kernels.profile import KernelFacts, Profile, Roofline, counters, gpu, nsight, watched
 from kbrl_async.kernels.profile.facts import CHARACTERS
 from kbrl_async.kernels.settings import CompileFarm
-from kbrl_async.kernels.timing.roofline import Peaks, Work
+from kbrl_async.kernels.timing.roofline import Peaks, ReferenceWork
 from protocols.records import Candidate, Timing
 from tests.candidates import affine, elementwise
 
@@ -47,9 +47,9 @@ def test_remarks_name_each_loop_once_with_its_width_or_its_reason() -> None:
 
 
 def test_the_roofline_says_what_bounds_a_kernel() -> None:
-    memory = Roofline.of(Work(64 << 20, 64 << 20, flops=10), PEAKS)
+    memory = Roofline.of(ReferenceWork(64 << 20, 64 << 20, flops=10), PEAKS)
     assert (memory.bound, memory.peak_gbs) == ("memory", 10.0)
-    assert Roofline.of(Work(1 << 10, 1 << 10, flops=10**10), PEAKS).bound == "arithmetic"
+    assert Roofline.of(ReferenceWork(1 << 10, 1 << 10, flops=10**10), PEAKS).bound == "arithmetic"
     assert Profile(TIMING, roofline=memory).share == pytest.approx(memory.floor_ms / 2.0)
 
 

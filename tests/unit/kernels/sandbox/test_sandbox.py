@@ -15,7 +15,7 @@ import pytest
 
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.sandbox import Access, Isolation, Limits, Zygote, client, layers, linux
-from kbrl_async.kernels.sandbox.tool import Command
+from kbrl_async.kernels.sandbox.tool import ToolCommand
 from tests.unit.kernels.sandbox.test_attacks import processes_named
 
 ENTRY = "kbrl_async.kernels.sandbox.tool:run"
@@ -30,7 +30,7 @@ def zygote() -> Iterator[Zygote]:
 def tool(
     zygote: Zygote, folder: object, script: str, limits: Limits | None = None, within_s: float = 60.0
 ) -> int | None:
-    command = Command(["/bin/sh", "-c", script], str(folder), {"PATH": "/usr/bin:/bin"})
+    command = ToolCommand(["/bin/sh", "-c", script], str(folder), {"PATH": "/usr/bin:/bin"})
     access = Access(write=(str(folder),))
     child = zygote.spawn(ENTRY, msgspec.msgpack.encode(command), (), limits, access)
     try:
@@ -88,7 +88,7 @@ def test_closing_waits_for_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_child_dies_with_its_zygote(tmp_path: os.PathLike[str]) -> None:
     with Zygote(("kbrl_async.kernels.sandbox.tool",), profile="tool") as zygote:
-        command = Command(["/bin/sh", "-c", "sleep 300"], str(tmp_path), {"PATH": "/usr/bin:/bin"})
+        command = ToolCommand(["/bin/sh", "-c", "sleep 300"], str(tmp_path), {"PATH": "/usr/bin:/bin"})
         child = zygote.spawn(ENTRY, msgspec.msgpack.encode(command), (), None, Access(write=(str(tmp_path),)))
         child.channel.recv(1 << 16)
         zygote.close()

@@ -6,11 +6,11 @@ import pytest
 
 from kbrl_async.errors import HostError, MissingTool
 from kbrl_async.kernels.backends.nvrtc import compiler as nvrtc
-from kbrl_async.kernels.timing.cuda.calibration import KERNEL, NAME, WINDOW, Beat, Steady, beat_of
+from kbrl_async.kernels.timing.cuda.calibration import KERNEL, NAME, WINDOW, KernelRun, Steady, beat_of
 
 
-def beat(ns: float = 100_000.0, mhz: float = 1980.0, over: float = 30_000.0) -> Beat:
-    return Beat(ns, mhz, ns + over)
+def beat(ns: float = 100_000.0, mhz: float = 1980.0, over: float = 30_000.0) -> KernelRun:
+    return KernelRun(ns, mhz, ns + over)
 
 
 def test_cycles_over_nanoseconds_are_the_clock() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.kernels.timing.load import Load, Snapshot, Watch, between, snapshot, wait_until_quiet
+from kbrl_async.kernels.timing.load import CpuCounters, HostLoad, LoadWatch, between, snapshot, wait_until_quiet
 
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -30,7 +30,7 @@ def write_proc(
     return root
 
 
-def looking(root: Path, at: float, own_s: float = 0.0) -> Snapshot:
+def looking(root: Path, at: float, own_s: float = 0.0) -> CpuCounters:
     return snapshot((1,), proc=root, own_s=lambda: own_s, clock=lambda: at)
 
 
@@ -50,22 +50,22 @@ def test_waiting_and_pressure_are_read_for_our_core_and_the_host(tmp_path: Path)
 
 def test_a_host_that_says_nothing_is_unknown_and_not_in_the_way(tmp_path: Path) -> None:
     load = between(looking(tmp_path, 0.0), looking(tmp_path, 1.0))
-    assert load == Load(1.0)
+    assert load == HostLoad(1.0)
     assert load.share is None
     assert load.is_quiet(0.0)
 
 
 def test_a_core_that_is_full_of_waiters_is_not_quiet() -> None:
-    assert not Load(1.0, others=0.0, waiting=0.5).is_quiet(0.1)
+    assert not HostLoad(1.0, others=0.0, waiting=0.5).is_quiet(0.1)
 
 
-def busy_until(quiet_from: float) -> Callable[[], Snapshot]:
+def busy_until(quiet_from: float) -> Callable[[], CpuCounters]:
     """A core that others use fully up to a time; each look is 50 ms later."""
     counter = itertools.count()
 
-    def look() -> Snapshot:
+    def look() -> CpuCounters:
         at = next(counter) * 0.05
-        return Snapshot(at, busy_s=min(at, quiet_from), steal_s=0.0)
+        return CpuCounters(at, busy_s=min(at, quiet_from), steal_s=0.0)
 
     return look
 
@@ -91,7 +91,7 @@ def test_this_host_can_be_looked_at() -> None:
 
 def test_a_disturbed_pair_waits_until_the_core_is_ours_again_and_only_so_long_in_all() -> None:
     slept: list[float] = []
-    watch = Watch(busy_until(99.0), patience_s=0.2, sleep=slept.append)
+    watch = LoadWatch(busy_until(99.0), patience_s=0.2, sleep=slept.append)
     watch.pair(False)
     assert slept == []
     for _ in range(10):
@@ -101,7 +101,7 @@ def test_a_disturbed_pair_waits_until_the_core_is_ours_again_and_only_so_long_in
 
 
 def test_waiting_is_not_charged_to_the_measurement() -> None:
-    watch = Watch(busy_until(0.1), patience_s=9.0, sleep=lambda _: None)
+    watch = LoadWatch(busy_until(0.1), patience_s=9.0, sleep=lambda _: None)
     watch.pair(True)
     assert watch.waited_s > 0.05
     assert watch.clock() < time.monotonic()

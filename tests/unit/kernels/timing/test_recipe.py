@@ -13,7 +13,7 @@ import pytest
 
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Pair, Point, Recipe, measure, share_at
-from kbrl_async.kernels.timing.cpu.host import CoreUse, Flush, hardware, l2_bytes, pinned, taken_by_others
+from kbrl_async.kernels.timing.cpu.host import CacheFlush, CoreUse, hardware, l2_bytes, pinned, taken_by_others
 
 
 def ticking(step: float) -> Callable[[], float]:
@@ -236,7 +236,7 @@ def test_a_difference_below_the_resolution_is_never_called_decided() -> None:
 def test_the_host_says_what_it_is() -> None:
     assert "×" in hardware()
     assert l2_bytes() >= 1 << 16
-    Flush(1 << 16)()
+    CacheFlush(1 << 16)()
 
 
 def test_core_use_of_an_unknown_process_is_our_own() -> None:

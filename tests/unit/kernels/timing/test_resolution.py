@@ -10,7 +10,7 @@ import pytest
 
 from kbrl_async.kernels.timing import Point
 from kbrl_async.kernels.timing.resolution import (
-    Report,
+    ResolutionReport,
     Trial,
     clock_range,
     file_name,
@@ -60,7 +60,7 @@ def test_without_the_share_they_would() -> None:
 
 
 def test_a_report_survives_its_file(tmp_path: Path) -> None:
-    report = Report("a chip", [summarise("x", trials(10, 0.01), foreign=0.2)], load=0.5)
+    report = ResolutionReport("a chip", [summarise("x", trials(10, 0.01), foreign=0.2)], load=0.5)
     save(report, tmp_path / "cache" / "report.json")
     assert load(tmp_path / "cache" / "report.json", "a chip") == report
     assert report.points() == (Point(1.0, report.rows[0].share),)
@@ -68,7 +68,7 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
 
 def test_a_report_of_other_hardware_or_half_a_file_is_none(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    save(Report("a chip", []), path)
+    save(ResolutionReport("a chip", []), path)
     assert load(path, "another chip") is None
     path.write_text(path.read_text()[:20])
     assert load(path, "a chip") is None
@@ -86,7 +86,9 @@ def test_the_clocks_of_a_report_are_a_range() -> None:
 def test_a_run_keeps_the_report_that_its_rewards_were_widened_by(tmp_path: Path) -> None:
     cache, run = tmp_path / "cache", tmp_path / "run"
     assert for_run(cache, run, "a chip") == ()
-    old, new = (Report("a chip", [summarise("x", trials(10, spread), 0.01 + spread)]) for spread in (0.01, 0.05))
+    old, new = (
+        ResolutionReport("a chip", [summarise("x", trials(10, spread), 0.01 + spread)]) for spread in (0.01, 0.05)
+    )
     save(old, cache / file_name("a chip"))
     assert for_run(cache, run, "a chip") == old.points()
     save(new, cache / file_name("a chip"))
@@ -96,8 +98,8 @@ def test_a_run_keeps_the_report_that_its_rewards_were_widened_by(tmp_path: Path)
 
 def test_few_runs_widen_but_never_narrow_what_is_assumed_without_any() -> None:
     rows = [summarise("few", trials(5, 0.0), 0.001), summarise("few, wide", trials(5, 0.0), 0.5)]
-    assert [point.share for point in Report("a chip", rows).points()] == [0.02, 0.5]
+    assert [point.share for point in ResolutionReport("a chip", rows).points()] == [0.02, 0.5]
 
 
 def test_a_report_of_a_loaded_host_is_not_quiet() -> None:
-    assert not Report("a chip", [], load=0.3).is_quiet
+    assert not ResolutionReport("a chip", [], load=0.3).is_quiet

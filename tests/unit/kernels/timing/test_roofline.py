@@ -11,7 +11,7 @@ import torch
 from kbrl_async.kernels.timing import roofline
 from kbrl_async.kernels.timing.roofline import (
     Peaks,
-    Work,
+    ReferenceWork,
     better,
     count,
     count_source,
@@ -27,8 +27,8 @@ from kbrl_async.kernels.timing.roofline import (
 )
 
 CHIP = Peaks("chip", memory_gbs=100.0, cache_gbs=1000.0, cache_bytes=1_000_000, fp32_gflops=1000.0, half_gflops=8000.0)
-COPY = Work(50_000_000, 51_000_000)
-MATMUL = Work(1000, 1000, flops=2_000_000_000)
+COPY = ReferenceWork(50_000_000, 51_000_000)
+MATMUL = ReferenceWork(1000, 1000, flops=2_000_000_000)
 PROBLEM = """
 import torch
 import torch.nn as nn
@@ -51,12 +51,12 @@ def get_init_inputs():
 
 def test_what_does_not_fit_the_cache_moves_at_memory_speed() -> None:
     assert floor_ms(COPY, CHIP) == pytest.approx(1.0 + 0.001)
-    assert floor_ms(Work(500_000, 500_000), CHIP) == pytest.approx(0.001)
+    assert floor_ms(ReferenceWork(500_000, 500_000), CHIP) == pytest.approx(0.001)
 
 
 def test_flops_bound_what_bytes_do_not() -> None:
     assert floor_ms(MATMUL, CHIP) == pytest.approx(2.0)
-    assert floor_ms(Work(1000, 1000, flops=2_000_000_000, half=True), CHIP) == pytest.approx(0.25)
+    assert floor_ms(ReferenceWork(1000, 1000, flops=2_000_000_000, half=True), CHIP) == pytest.approx(0.25)
 
 
 def test_the_fraction_of_the_roofline_is_floor_over_time() -> None:
@@ -65,13 +65,13 @@ def test_the_fraction_of_the_roofline_is_floor_over_time() -> None:
 
 @pytest.mark.parametrize(("work", "ms", "impossible"), [(COPY, 0.7, True), (COPY, 0.8, False), (MATMUL, 0.5, False)])
 def test_faster_than_bytes_can_move_is_impossible_and_fewer_flops_are_not(
-    work: Work, ms: float, impossible: bool
+    work: ReferenceWork, ms: float, impossible: bool
 ) -> None:
     assert is_impossible(work, CHIP, ms) is impossible
 
 
 def test_a_floor_that_no_clock_resolves_proves_nothing() -> None:
-    assert not is_impossible(Work(400, 400), CHIP, 0.0)
+    assert not is_impossible(ReferenceWork(400, 400), CHIP, 0.0)
 
 
 def test_one_impossible_time_is_no_evidence_and_two_are() -> None:
@@ -82,12 +82,12 @@ def test_one_impossible_time_is_no_evidence_and_two_are() -> None:
 
 def test_work_is_counted_from_a_running_model() -> None:
     work = count(torch.nn.Linear(20, 10), [torch.rand(40, 20)])
-    assert work == Work(40 * 20 * 4, 40 * 10 * 4, (20 * 10 + 10) * 4, 2 * 40 * 20 * 10)
+    assert work == ReferenceWork(40 * 20 * 4, 40 * 10 * 4, (20 * 10 + 10) * 4, 2 * 40 * 20 * 10)
 
 
 def test_work_is_counted_by_shapes_alone() -> None:
     source = PROBLEM.replace("CODE", "self.linear(x)")
-    assert count_source(source) == Work(40 * 20 * 4, 40 * 10 * 4, (20 * 10 + 10) * 4, 2 * 40 * 20 * 10)
+    assert count_source(source) == ReferenceWork(40 * 20 * 4, 40 * 10 * 4, (20 * 10 + 10) * 4, 2 * 40 * 20 * 10)
 
 
 def test_a_reference_that_looks_at_values_has_no_count() -> None:
@@ -121,7 +121,7 @@ def test_before_an_accusation_they_are_measured_again_and_the_better_counts(tmp_
 def test_a_cache_is_never_slower_than_memory() -> None:
     """A GPU that somebody else used gave 45 GB/s for its L2, and 3,465 for its memory: fast kernels were accused."""
     disturbed = Peaks("H200", memory_gbs=3465.0, cache_gbs=45.0, cache_bytes=60 << 20, fp32_gflops=5e4)
-    softmax = Work(128 << 20, 128 << 20)
+    softmax = ReferenceWork(128 << 20, 128 << 20)
     assert not is_impossible(softmax, disturbed, 0.0802)
     assert is_impossible(softmax, disturbed, 0.04)
 

@@ -13,23 +13,26 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.kernels.timing.turns import Turns
+from kbrl_async.kernels.timing.turns import DeviceTurns
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Iterator[tuple[Turns, Turns]]:
-    with contextlib.closing(Turns(tmp_path / "gpu0")) as one, contextlib.closing(Turns(tmp_path / "gpu0")) as other:
+def two(tmp_path: Path) -> Iterator[tuple[DeviceTurns, DeviceTurns]]:
+    with (
+        contextlib.closing(DeviceTurns(tmp_path / "gpu0")) as one,
+        contextlib.closing(DeviceTurns(tmp_path / "gpu0")) as other,
+    ):
         yield one, other
 
 
-def test_many_work_at_once(two: tuple[Turns, Turns]) -> None:
+def test_many_work_at_once(two: tuple[DeviceTurns, DeviceTurns]) -> None:
     one, other = two
     with one.working(), other.working():
         one.breathe()
         assert not other.is_wanted
 
 
-def test_whoever_times_waits_for_the_end_of_a_step_and_is_alone(two: tuple[Turns, Turns]) -> None:
+def test_whoever_times_waits_for_the_end_of_a_step_and_is_alone(two: tuple[DeviceTurns, DeviceTurns]) -> None:
     one, other = two
     seen: list[str] = []
     with one.working():
@@ -43,7 +46,7 @@ def test_whoever_times_waits_for_the_end_of_a_step_and_is_alone(two: tuple[Turns
     assert seen == ["a step ends", "alone", "no more", "the next one begins"]
 
 
-def _time(turns: Turns, seen: list[str], for_s: float = 0.05) -> None:
+def _time(turns: DeviceTurns, seen: list[str], for_s: float = 0.05) -> None:
     with turns.working(), turns.alone():
         seen.append("alone")
         time.sleep(for_s)
@@ -64,7 +67,9 @@ class Child:
         self.seen.append("thawed")
 
 
-def test_who_waits_for_a_child_lets_another_time_and_the_child_stands_still(two: tuple[Turns, Turns]) -> None:
+def test_who_waits_for_a_child_lets_another_time_and_the_child_stands_still(
+    two: tuple[DeviceTurns, DeviceTurns],
+) -> None:
     one, other = two
     seen: list[str] = []
     ours, theirs = socket.socketpair()
@@ -77,18 +82,18 @@ def test_who_waits_for_a_child_lets_another_time_and_the_child_stands_still(two:
     with ours, theirs, one.working():
         timing = threading.Thread(target=answer)
         timing.start()
-        assert Turns.answers(ours, 0.3, Child(seen)), "its time stands still, too"
+        assert DeviceTurns.answers(ours, 0.3, Child(seen)), "its time stands still, too"
         timing.join()
     assert seen == ["frozen", "alone", "no more", "thawed"]
 
 
-def test_a_child_that_is_silent_is_waited_for_as_long_as_was_said(two: tuple[Turns, Turns]) -> None:
+def test_a_child_that_is_silent_is_waited_for_as_long_as_was_said(two: tuple[DeviceTurns, DeviceTurns]) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         begun = time.monotonic()
-        assert not Turns.answers(ours, 0.05, None)
+        assert not DeviceTurns.answers(ours, 0.05, None)
         with two[0].working():
-            assert not Turns.answers(ours, 0.05, None)
+            assert not DeviceTurns.answers(ours, 0.05, None)
         assert 0.1 <= time.monotonic() - begun < 1.0
 
 
@@ -99,10 +104,10 @@ def _until(is_true: object) -> None:
         time.sleep(0.001)
 
 
-def test_two_who_time_are_alone_one_after_the_other(two: tuple[Turns, Turns]) -> None:
+def test_two_who_time_are_alone_one_after_the_other(two: tuple[DeviceTurns, DeviceTurns]) -> None:
     inside, most = [0], [0]
 
-    def run(turns: Turns) -> None:
+    def run(turns: DeviceTurns) -> None:
         for _ in range(20):
             with turns.working():
                 turns.breathe()
@@ -124,11 +129,11 @@ def test_two_who_time_are_alone_one_after_the_other(two: tuple[Turns, Turns]) ->
 def test_what_a_killed_process_held_is_free(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
-        with Turns(tmp_path / "gpu0").alone():
+        with DeviceTurns(tmp_path / "gpu0").alone():
             (tmp_path / "in").touch()
             time.sleep(60)
     _until((tmp_path / "in").exists)
-    with contextlib.closing(Turns(tmp_path / "gpu0")) as turns:
+    with contextlib.closing(DeviceTurns(tmp_path / "gpu0")) as turns:
         assert turns.is_wanted
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

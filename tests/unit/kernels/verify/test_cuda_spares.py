@@ -14,7 +14,7 @@ from kbrl_async.errors import InfraError
 from kbrl_async.kernels import settings as sections
 from kbrl_async.kernels.sandbox import Limits
 from kbrl_async.kernels.verify.cuda import device
-from kbrl_async.kernels.verify.cuda.prewarmed import Spares
+from kbrl_async.kernels.verify.cuda.prewarmed import PrewarmedChildren
 from kbrl_async.kernels.verify.options import bench_options, no_tick
 
 
@@ -60,8 +60,8 @@ def zygote() -> Iterator[Zygote]:
         child.close()
 
 
-def spares(zygote: Zygote) -> Spares:
-    return Spares(cast(Any, zygote), Limits(), "cuda:0")
+def spares(zygote: Zygote) -> PrewarmedChildren:
+    return PrewarmedChildren(cast(Any, zygote), Limits(), "cuda:0")
 
 
 def test_the_waiting_child_is_taken_once_and_replaced(zygote: Zygote) -> None:
@@ -107,7 +107,7 @@ def test_who_rests_is_taken_first_and_at_most_two_rest(zygote: Zygote) -> None:
 
 
 def test_two_may_wait_and_who_waits_for_longest_is_taken_first(zygote: Zygote) -> None:
-    waiting = Spares(cast(Any, zygote), Limits(), "cuda:0", count=2)
+    waiting = PrewarmedChildren(cast(Any, zygote), Limits(), "cuda:0", count=2)
     waiting.refill()
     first = waiting.take()
     waiting.refill()

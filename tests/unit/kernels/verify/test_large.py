@@ -15,9 +15,9 @@ from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options, wire
-from kbrl_async.kernels.verify.known import Asked, Held, Recent, Sizes
+from kbrl_async.kernels.verify.known import AskedSet, Held, Recent, Sizes
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.session import Outcome, Session
+from kbrl_async.kernels.verify.session import ForwardOutcome, Session
 from protocols.records import BenchReport, Candidate, Fault, Problem
 from tests.candidates import affine, elementwise
 
@@ -54,7 +54,7 @@ def test_one_set_at_a_time_is_judged_as_all_at_once(
     right = judge(bench, RIGHT, compile_raw, timing=True)
     reference = next(iter(bench._references._kept.values())).references[0]
     assert not reference.keeps_sets
-    assert all(isinstance(one.known, Asked) for one in reference.sets)
+    assert all(isinstance(one.known, AskedSet) for one in reference.sets)
     assert reference.host_bytes < 3 * SIZE, "no more than the numbers that mixtures take"
     assert right.verdict.fault is Fault.OK, right.verdict
     assert right.timing is not None
@@ -106,7 +106,7 @@ def test_only_the_last_set_is_in_memory() -> None:
         return lambda: made.append(number) or Held([torch.tensor(number)], [])
 
     recent = Recent()
-    sets = [Asked(recent, make(number)) for number in range(2)]
+    sets = [AskedSet(recent, make(number)) for number in range(2)]
     for one in (*sets, sets[1], sets[0]):
         one.load()
         assert one.blocks
@@ -174,7 +174,7 @@ def test_what_was_given_back_is_there_again_before_it_is_read_once_more(
     done: list[str] = []
     call = Session.call
 
-    def noted(self: Session, op: int, *rest: Any) -> Outcome:
+    def noted(self: Session, op: int, *rest: Any) -> ForwardOutcome:
         done.append({wire.OP_RUN: "run", wire.OP_EMPTY: "read"}.get(op, ""))
         return call(self, op, *rest)
 

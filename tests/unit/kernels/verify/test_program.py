@@ -13,7 +13,7 @@ import torch
 from kbrl_async.kernels.verify.cpu import program, tape
 from kbrl_async.kernels.verify.cpu.compiled import Compiler
 from kbrl_async.kernels.verify.cpu.library import operator
-from kbrl_async.kernels.verify.cpu.program import Block, Call, Constant, Operator, Program
+from kbrl_async.kernels.verify.cpu.program import Block, Call, Constant, CpuProgram, OperatorCall
 from kbrl_async.kernels.verify.replies import Malformed
 from kbrl_async.kernels.verify.wire import TensorMeta
 
@@ -21,13 +21,13 @@ Forward = Callable[[torch.Tensor], Any]
 WEIGHT = torch.randn(5, 4)
 
 
-def recorded(forward: Forward, x: torch.Tensor) -> Program:
+def recorded(forward: Forward, x: torch.Tensor) -> CpuProgram:
     found = tape.record(lambda: forward(x), [x])[1]
-    assert isinstance(found, Program), found
+    assert isinstance(found, CpuProgram), found
     return program.read(program.encode(found), ())
 
 
-def constants_of(work: Program) -> list[torch.Tensor]:
+def constants_of(work: CpuProgram) -> list[torch.Tensor]:
     """Read where the program says that they are: this process is the recorder's."""
     return [
         (WEIGHT if tuple(one.meta.shape) == (5, 4) else WEIGHT.t()).as_strided(one.meta.shape, one.meta.strides)
@@ -110,16 +110,16 @@ def test_all_others_are_not(name: str) -> None:
     assert operator(name) is None
 
 
-SIGMOID = Operator("aten::sigmoid", ["L", [["L", [["T", 0]]], ["D", {}]]], ["T", 1])
-GOOD = Program(1, [], [], [SIGMOID], ["T", 1])
+SIGMOID = OperatorCall("aten::sigmoid", ["L", [["L", [["T", 0]]], ["D", {}]]], ["T", 1])
+GOOD = CpuProgram(1, [], [], [SIGMOID], ["T", 1])
 META = TensorMeta("float32", (2, 2), (2, 1), 0)
 
 
-def altered(**changes: Any) -> Program:
+def altered(**changes: Any) -> CpuProgram:
     return msgspec.structs.replace(GOOD, **changes)
 
 
-LIES: dict[str, Program] = {
+LIES: dict[str, CpuProgram] = {
     "a value before it is made": altered(
         steps=[msgspec.structs.replace(SIGMOID, arguments=["L", [["L", [["T", 7]]], ["D", {}]]])]
     ),
@@ -163,14 +163,14 @@ def test_whatever_the_bytes_are_they_are_a_program_or_malformed() -> None:
         for _ in range(rng.randrange(1, 6)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         try:
-            assert isinstance(program.read(bytes(data[: rng.randrange(len(data)) or None]), ()), Program)
+            assert isinstance(program.read(bytes(data[: rng.randrange(len(data)) or None]), ()), CpuProgram)
         except Malformed:
             continue
 
 
 def test_operators_that_touch_no_element_leave_all_of_the_work_to_compiled_code() -> None:
     call = Call("k.so", "run", [])
-    made = Program(1, [], [], [Operator("aten::empty_like", ["L", []], ["V", 1]), call], ["V", 1])
+    made = CpuProgram(1, [], [], [OperatorCall("aten::empty_like", ["L", []], ["V", 1]), call], ["V", 1])
     assert made.is_compiled
     for name in ("aten::mm", "aten::add.Tensor", "aten::copy_", "aten::zeros"):
-        assert not Program(1, [], [], [Operator(name, ["L", []], ["V", 1]), call], ["V", 1]).is_compiled
+        assert not CpuProgram(1, [], [], [OperatorCall(name, ["L", []], ["V", 1]), call], ["V", 1]).is_compiled

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kbrl_async.kernels.backends.launch.elf import functions, needed_names
-from kbrl_async.kernels.backends.launch.recorder import Recorder
+from kbrl_async.kernels.backends.launch.recorder import LaunchCounter
 from kbrl_async.kernels.verify import proof
 from kbrl_async.kernels.verify.cpu import trace
 from kbrl_async.kernels.verify.cpu.disarm import disarm
@@ -85,7 +85,7 @@ def test_exports_and_needs_are_read_from_the_symbol_table(built: Path) -> None:
 
 
 def test_a_launch_that_raises_is_not_counted() -> None:
-    recorder = Recorder()
+    recorder = LaunchCounter()
     recorder.is_on = True
     with pytest.raises(ZeroDivisionError):
         recorder.call("k", lambda: 1 / 0)
@@ -96,7 +96,7 @@ def test_a_launch_that_raises_is_not_counted() -> None:
 
 
 def test_a_muted_launch_does_nothing() -> None:
-    recorder = Recorder()
+    recorder = LaunchCounter()
     recorder.is_on = recorder.is_muted = True
     assert recorder.call("k", lambda: 1 / 0) is None
 
@@ -110,7 +110,7 @@ def test_operators_are_counted_by_what_they_are() -> None:
 
 
 def test_an_operator_whose_result_is_the_answer_is_named() -> None:
-    x, watch = torch.randn(8, 8), trace.Watch({64})
+    x, watch = torch.randn(8, 8), trace.OperatorWatch({64})
     _, found = trace.recorded(lambda: torch.softmax(x, -1) + 1, watch, muted=True)
     assert trace.answered(found, watch, [torch.softmax(x, -1) * 1.00001]).answered == "aten::_softmax"
     assert trace.answered(found, watch, [torch.tanh(x)]).answered == ""

@@ -164,7 +164,7 @@ class Recorders:
         self.arena, self.weights = Arena.new(size, torch.device("cpu")), list[torch.Tensor]()
         self.descriptors: list[int] = []
 
-    def record(self, order: wire.Record, fds: tuple[int, ...], deadline_s: float, fill: Any) -> bytes:
+    def record(self, order: wire.RecordForward, fds: tuple[int, ...], deadline_s: float, fill: Any) -> bytes:
         fill(self.arena)
         given = self.arena.raw[order.weights :] if order.weights else None
         candidate = child._Candidate(cast(Any, None), order.setup, list(map(os.dup, fds)), torch.device("cpu"), given)

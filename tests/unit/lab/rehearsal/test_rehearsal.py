@@ -14,9 +14,9 @@ from kbrl_async.errors import UserError
 from kbrl_async.kernels.answers.extraction import extract
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.lab.rehearsal import answers, model
-from kbrl_async.lab.rehearsal.findings import Findings, find
+from kbrl_async.lab.rehearsal.findings import RehearsalFindings, find
 from kbrl_async.learning.policies.models import load_model, load_tokenizer
-from kbrl_async.runs.archive.rows import Row, Update
+from kbrl_async.runs.archive.rows import TurnRow, UpdateRow
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.sizing.footprint import GB, Footprint
 from kbrl_async.runs.sizing.layout import Tenant
@@ -120,7 +120,7 @@ def test_a_problem_that_nobody_answers_is_named() -> None:
 def test_answers_of_ones_own_are_read_and_have_to_be_complete(tmp_path: Path) -> None:
     one, two = load_problems("", levels=(1,))[:2]
     path = tmp_path / "answers.jsonl"
-    path.write_bytes(msgspec.json.encode(answers.Given(one.problem_id, "text")) + b"\n")
+    path.write_bytes(msgspec.json.encode(answers.ForcedAnswer(one.problem_id, "text")) + b"\n")
     assert answers.read(path, [one]) == {one.problem_id: ["text"]}
     with pytest.raises(UserError, match=f"has none for {two.problem_id}"):
         answers.read(path, [one, two])
@@ -145,10 +145,10 @@ def line(second: int, version: int, busy: dict[str, float]) -> SystemSample:
     return SystemSample(100.0 + second, version, workers=workers)
 
 
-def found(busy: dict[str, float], config: Config) -> Findings:
+def found(busy: dict[str, float], config: Config) -> RehearsalFindings:
     samples = [line(second, second // 2, busy) for second in range(13)]
-    updates = [Update(f"batch-{n}", n, {"tokens_per_s": 1000.0, "memory_peak_mb": 1024.0 * n}) for n in range(1, 7)]
-    rows = [Row(task_id=f"g{n}", group_id="g", rollout_id="r", tokens=100 * n, correct=n > 1) for n in (1, 2, 3)]
+    updates = [UpdateRow(f"batch-{n}", n, {"tokens_per_s": 1000.0, "memory_peak_mb": 1024.0 * n}) for n in range(1, 7)]
+    rows = [TurnRow(task_id=f"g{n}", group_id="g", rollout_id="r", tokens=100 * n, correct=n > 1) for n in (1, 2, 3)]
     return find(config, samples, updates, rows, [Tenant("learner", range(1), Footprint({"weights": 2 * GB}))])
 
 

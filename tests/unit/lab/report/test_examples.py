@@ -59,9 +59,9 @@ def test_the_commonest_mistakes_are_counted_and_have_an_example_in_the_sample(st
 
 
 def _messages(stored: Archived) -> list[str]:
-    from kbrl_async.runs.archive.archive import Archive
+    from kbrl_async.runs.archive.archive import ArchiveReader
 
-    with Archive(stored.path) as archive:
+    with ArchiveReader(stored.path) as archive:
         rows = [row for row in stored.rows if row.fault == "compile_error" and row.purpose == TRAIN]
         return [record.verdict.message.partition("\n")[0] for row in rows if (record := archive.record(row.task_id))]
 

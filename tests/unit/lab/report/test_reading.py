@@ -12,9 +12,9 @@ from kbrl_async.errors import UserError
 from kbrl_async.lab.report import read_run
 from kbrl_async.lab.report.kernels import best_turns
 from kbrl_async.lab.report.model import AFTER, BEFORE, BestKernel, ReportedTurn, RunData
-from kbrl_async.lab.report.reading import Clock
+from kbrl_async.lab.report.reading import WallClock
 from kbrl_async.lab.report.sections import kernels
-from kbrl_async.runs.archive.archive import ArchiveWriter, GroupEnd, Row
+from kbrl_async.runs.archive.archive import ArchiveWriter, GroupEnd, TurnRow
 from tests.records import stats
 
 
@@ -118,15 +118,15 @@ def test_a_file_named_by_data_is_read_from_the_run_folder_only(copy: Path, tmp_p
 
 
 def test_a_pause_between_two_starts_stays_where_it_was() -> None:
-    clock = Clock([(10.0, 110.0), (20.0, 1120.0)])
+    clock = WallClock([(10.0, 110.0), (20.0, 1120.0)])
     assert [clock(at) for at in (5.0, 10.0, 15.0, 25.0)] == [105.0, 110.0, 1115.0, 1125.0]
-    assert Clock([])(3.0) == 3.0
+    assert WallClock([])(3.0) == 3.0
 
 
 def test_the_archive_alone_leaves_out_groups_of_which_it_can_t_tell_that_they_are_whole(tmp_path: Path) -> None:
-    def row(group: str, version: int, status: str = "ok") -> Row:
+    def row(group: str, version: int, status: str = "ok") -> TurnRow:
         key = f"{group}.r{next(numbers)}"
-        return Row(task_id=key, group_id=group, rollout_id=key, policy_version=version, status=status)
+        return TurnRow(task_id=key, group_id=group, rollout_id=key, policy_version=version, status=status)
 
     numbers = itertools.count()
     rows = [*(row("g0", 0) for _ in range(8)), *(row("g1", 3) for _ in range(5)), row("g2", 2), row("g3", 1)]

@@ -19,7 +19,7 @@ from kbrl_async.rollouts.retrieval import CorpusSource, Entry, Query, Retriever
 from kbrl_async.rollouts.retrieval.embedders import Passage, Vectors
 from kbrl_async.rollouts.retrieval.embedders.lexical import LexicalEmbedder
 from kbrl_async.rollouts.retrieval.entries import Skip
-from kbrl_async.rollouts.retrieval.store import Store
+from kbrl_async.rollouts.retrieval.store import IndexReader
 from tests.unit.rollouts.retrieval.making import build, entry, module, source
 
 ACTIVATIONS = [
@@ -118,7 +118,7 @@ def test_the_old_index_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     build(tmp_path, ROWS[:9])
     with pytest.raises(Killed):
         build_index([source(ROWS)], tmp_path, SMALL, kill)
-    assert Store(tmp_path).count == 9
+    assert IndexReader(tmp_path).count == 9
 
 
 def test_a_reader_keeps_its_index_while_a_new_one_replaces_it(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_reader_keeps_its_index_while_a_new_one_replaces_it(tmp_path: Path) ->
     old = Retriever.open(tmp_path)
     build(tmp_path, ROWS)
     assert old.retrieve(Query(module("x = torch.sin(x)"))).hits[0].entry.uid in {f"test:{n}" for n in range(9)}
-    assert Store(tmp_path).count == len(ROWS)
+    assert IndexReader(tmp_path).count == len(ROWS)
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1, "the old folder is gone"
 
 
@@ -149,7 +149,7 @@ def test_of_one_reference_only_the_best_verified_kernels_are_kept(tmp_path: Path
         for n, speed in enumerate(speeds)
     ]
     manifest = build(tmp_path, rows, per_reference=2)
-    store = Store(tmp_path)
+    store = IndexReader(tmp_path)
     assert {store.entry(row).speedup for row in range(2)} == {3.0, 2.0}
     assert manifest.sources[0].skipped == {"better kernels of the same reference": 3}
 
@@ -166,7 +166,7 @@ def test_a_row_that_came_before_is_counted_not_kept(tmp_path: Path) -> None:
 
 def test_above_the_limit_lists_are_searched_and_still_find_what_is_there(tmp_path: Path) -> None:
     assert build(tmp_path, ROWS, exact_below=100).kind == "ivf"
-    store = Store(tmp_path)
+    store = IndexReader(tmp_path)
     row = 100
     rows, scores = store.vectors.search(store.vectors.vectors(np.array([row]))[0], 3)
     assert rows[0] == row
@@ -179,7 +179,7 @@ def test_a_damaged_file_is_named_when_the_index_is_opened(tmp_path: Path, name: 
     path = tmp_path / manifest.folder / name
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UserError, match=name):
-        Store(tmp_path)
+        IndexReader(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -197,12 +197,12 @@ def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, change: dict[st
     path = tmp_path / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(UserError, match=message):
-        Store(tmp_path)
+        IndexReader(tmp_path)
 
 
 def test_no_index_is_an_error_that_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="kbrl index build"):
-        Store(tmp_path)
+        IndexReader(tmp_path)
 
 
 def test_an_index_of_another_embedder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from kbrl_async.kernels.syntax import read
 from kbrl_async.lab.indexing import build_index
 from kbrl_async.rollouts.retrieval.embedders import Passage, make_embedder
 from kbrl_async.rollouts.retrieval.embedders.lexical import LexicalEmbedder
-from kbrl_async.rollouts.retrieval.store import Store
+from kbrl_async.rollouts.retrieval.store import IndexReader
 from tests.retrieval_corpus import kernelbook_lines, mutated, write_lines
 from tests.unit.rollouts.retrieval.making import module, open_file
 
@@ -26,14 +26,14 @@ def passage(*statements: str) -> Passage:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+def store(tmp_path_factory: pytest.TempPathFactory) -> IndexReader:
     folder: Path = tmp_path_factory.mktemp("lexical")
     write_lines(folder / "book.jsonl", kernelbook_lines(3, 1500))
     build_index([open_file(folder / "book.jsonl")], folder / "index")
-    return Store(folder / "index")
+    return IndexReader(folder / "index")
 
 
-def test_a_mutated_near_copy_finds_its_original_among_siblings(store: Store) -> None:
+def test_a_mutated_near_copy_finds_its_original_among_siblings(store: IndexReader) -> None:
     """At full size (20,000 rows) this is measured by benchmarks.retrieval."""
     rng, embedder = random.Random(0), store.embedder()
     rows = rng.sample(range(store.count), 200)
@@ -45,7 +45,7 @@ def test_a_mutated_near_copy_finds_its_original_among_siblings(store: Store) -> 
     assert found / len(rows) >= 0.97
 
 
-def test_vectors_have_unit_length(store: Store) -> None:
+def test_vectors_have_unit_length(store: IndexReader) -> None:
     found = store.vectors.vectors(np.arange(50))
     assert np.linalg.norm(found, axis=1) == pytest.approx(np.ones(50), abs=1e-5)
 

@@ -50,7 +50,7 @@ def warned(text: str) -> list[str]:
 
 
 def test_every_old_key_stands_for_one_of_today() -> None:
-    added = {"prompt.embedder", "reward.observed_speedup", "reward.unproven"}
+    added = {"prompt.base", "prompt.embedder", "reward.observed_speedup", "reward.unproven"}
     added |= {"reward.least_coverage", "reward.coverage_weight", "reward.above_1_weight"}
     assert set(RENAMED.values()) == {name for name in KEYS if name.startswith(("prompt.", "reward."))} - added
     assert not set(RENAMED) & set(KEYS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kbrl_async.learning.fused.memory import Plan
+from kbrl_async.learning.fused.memory import MemoryPlan
 from kbrl_async.learning.logprobs import batch_logprobs
 from kbrl_async.learning.optimizer import make_adamw
 from kbrl_async.learning.packing import pack
@@ -16,9 +16,9 @@ from kbrl_async.learning.policies.models import causal_lm, wrap_lora
 from kbrl_async.learning.recompute import Recompute
 from kbrl_async.runs.sizing.footprint import (
     GB,
-    Learning,
+    LearnerSizing,
     Recomputed,
-    Sampling,
+    SamplerSizing,
     layer_bytes,
     learner,
     transformers_sampler,
@@ -42,14 +42,14 @@ TOKENS, PROMPT = 256, 64
 torch.set_num_threads(1)  # threads that spin for a busy core make tiny operations ten times slower
 
 
-def trained(family: str, how: Learning) -> float:
+def trained(family: str, how: LearnerSizing) -> float:
     """Peak bytes of an update of two microbatches, after one that made the moments."""
     config = AutoConfig.for_model(family, **WIDE)
     dtype = torch.bfloat16 if how.held == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
     model = wrap_lora(model, how.rank) if how.rank else model
     if how.recomputed is Recomputed.FULL:
-        Recompute(causal_lm(model), offload=False).plan = Plan(0, 0)
+        Recompute(causal_lm(model), offload=False).plan = MemoryPlan(0, 0)
     optimizer = make_adamw(model.parameters(), 1e-4)
     answer = [2] * (TOKENS - PROMPT)
     (batch,) = pack([TrainSample("r", [1] * PROMPT, answer, [0.0] * len(answer), 1.0, 0.0, 0)], TOKENS)
@@ -65,8 +65,8 @@ def trained(family: str, how: Learning) -> float:
     return float(memory.peak)
 
 
-def plan(**given: Any) -> Learning:
-    return Learning(**{"tokens": TOKENS, "scored": TOKENS - PROMPT, "on_gpu": False, "bf16": False, **given})
+def plan(**given: Any) -> LearnerSizing:
+    return LearnerSizing(**{"tokens": TOKENS, "scored": TOKENS - PROMPT, "on_gpu": False, "bf16": False, **given})
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def plan(**given: Any) -> Learning:
         ("qwen3", plan(rank=8, bf16=True, recomputed=Recomputed.FULL)),
     ],
 )
-def test_the_peak_of_an_update_is_predicted_within_a_tenth(family: str, how: Learning) -> None:
+def test_the_peak_of_an_update_is_predicted_within_a_tenth(family: str, how: LearnerSizing) -> None:
     shape = shape_of({"model_type": family, **WIDE})
     assert learner(shape, how).total == pytest.approx(trained(family, how), rel=0.1)
 
@@ -113,7 +113,7 @@ def test_what_two_h200_measured_is_predicted_within_a_tenth(
     model: str, rank: int, tokens: int, measured: float
 ) -> None:
     """`benchmarks.sharded updates`: peaks of PyTorch's allocator on a rank, which has no CUDA context in it."""
-    how = Learning(
+    how = LearnerSizing(
         tokens=tokens,
         scored=tokens * 3 // 4,
         rank=rank,
@@ -156,7 +156,7 @@ def test_the_fused_learner_takes_no_more_than_its_room() -> None:
 
 def test_a_sampler_of_transformers_holds_two_copies_beside_its_cache() -> None:
     shape = KNOWN["Qwen2.5-0.5B"]
-    held = transformers_sampler(shape, Sampling(slots=8, length=1024, rank=8)).parts
+    held = transformers_sampler(shape, SamplerSizing(slots=8, length=1024, rank=8)).parts
     assert held["weights"] == held["versions"] == 4 * shape.parameters
     assert held["KV cache"] == shape.kv_bytes(4) * (8 * 1024 + 16_384)
 
@@ -171,7 +171,7 @@ def test_a_sampler_of_transformers_holds_two_copies_beside_its_cache() -> None:
         ("qwen2", plan(rank=0, held="bf16", bf16=True)),
     ],
 )
-def test_what_a_layer_keeps_is_counted_to_a_hundredth(family: str, how: Learning) -> None:
+def test_what_a_layer_keeps_is_counted_to_a_hundredth(family: str, how: LearnerSizing) -> None:
     """By what autograd saves with two layers and with one."""
 
     def saved(layers: int) -> int:

@@ -11,7 +11,7 @@ from rich.console import Console
 from kbrl_async.runs.telemetry import live, screen
 from kbrl_async.runs.telemetry.live import View, view
 from kbrl_async.runs.telemetry.progress import MAKING, TRAINING, Progress
-from protocols.messages import Load, StageStanding, StatusReport, Trouble, WorkerStanding
+from protocols.messages import Load, StageStanding, StatusReport, TroubleReport, WorkerStanding
 
 STAGES = ("generate", "compile", "bench", "score", "train", "trained")
 
@@ -59,7 +59,7 @@ def test_a_worker_whose_process_was_replaced_counts_from_nothing_and_not_backwar
 def test_rates_that_the_broker_does_not_tell_are_unknown_and_not_nothing() -> None:
     assert view(None, report(1.0, 5)).rates is None
     told = {"rollouts_per_s": 2.0, "tokens_per_s": 3.0, "updates_per_h": 4.0}
-    assert view(None, report(1.0, 5, rates=told)).rates == live.Rates(2.0, 3.0, 4.0)
+    assert view(None, report(1.0, 5, rates=told)).rates == live.RunRates(2.0, 3.0, 4.0)
 
 
 def test_workers_are_compared_within_one_epoch_of_the_broker_only() -> None:
@@ -72,13 +72,15 @@ def test_workers_are_compared_within_one_epoch_of_the_broker_only() -> None:
 
 def test_suspects_stand_first_after_the_broker_and_errors_newest_first() -> None:
     suspect = worker("zz.1", "bench", Load(), suspect=True, silent_s=4.0)
-    seen = view(None, report(1.0, 5, suspect, troubles=[Trouble(1.0, "a", "old"), Trouble(2.0, "b", "new")]))
+    seen = view(
+        None, report(1.0, 5, suspect, troubles=[TroubleReport(1.0, "a", "old"), TroubleReport(2.0, "b", "new")])
+    )
     assert [w.worker_id for w in seen.workers][:2] == ["broker", "zz.1"]
     assert [error.what for error in seen.errors] == ["new", "old"]
 
 
 def test_json_names_every_field() -> None:
-    made = msgspec.json.decode(msgspec.json.encode(view(None, report(1.0, 5, troubles=[Trouble(1.0, "a", "x")]))))
+    made = msgspec.json.decode(msgspec.json.encode(view(None, report(1.0, 5, troubles=[TroubleReport(1.0, "a", "x")]))))
     assert made["stages"][0]["stage"] == "generate"
     assert made["errors"] == [{"at": 1.0, "who": "a", "what": "x"}]
     assert next(w for w in made["workers"] if w["worker_id"] == "sampler.1")["gpu"] == 0.5
@@ -90,14 +92,16 @@ def test_json_names_every_field() -> None:
 @pytest.mark.parametrize("away_s", [0.0, 12.0])
 def test_it_fits_the_screen(width: int, height: int, workers: int, away_s: float) -> None:
     many = [worker(f"timing_bench.{n}", "bench", Load(busy=0.5)) for n in range(workers)]
-    errors = [Trouble(float(n), "timing_bench.1", "long " * 60) for n in range(20)]
+    errors = [TroubleReport(float(n), "timing_bench.1", "long " * 60) for n in range(20)]
     lines = text(view(None, report(1.0, 5, *many, troubles=errors), away_s=away_s), width, height)
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
 
 
 def test_what_matters_is_on_eighty_by_twentyfour() -> None:
-    lines = "\n".join(text(view(None, report(1.0, 5, troubles=[Trouble(1.0, "farm.1", "no space left")])), 80, 24))
+    lines = "\n".join(
+        text(view(None, report(1.0, 5, troubles=[TroubleReport(1.0, "farm.1", "no space left")])), 80, 24)
+    )
     for shown in (
         "smoke",
         "running",
@@ -116,7 +120,7 @@ def test_what_matters_is_on_eighty_by_twentyfour() -> None:
 
 def test_what_a_candidate_wrote_can_not_take_over_the_terminal() -> None:
     console = Console(file=io.StringIO(), width=100, color_system=None)
-    hostile = Trouble(1.0, "farm\x1b[2J", "\x1b]0;owned\x07 and \x9b31m")
+    hostile = TroubleReport(1.0, "farm\x1b[2J", "\x1b]0;owned\x07 and \x9b31m")
     console.print(screen.render(view(None, report(1.0, 5, troubles=[hostile])), 100, 40))
     assert isinstance(console.file, io.StringIO)
     assert not {"\x1b", "\x07", "\x9b"} & set(console.file.getvalue())

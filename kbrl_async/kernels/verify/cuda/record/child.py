@@ -33,8 +33,8 @@ from kbrl_async.kernels.verify.cpu import runner
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, BASE, WINDOW, DeviceArena
 from kbrl_async.kernels.verify.cuda.capture import thread_stream
 from kbrl_async.kernels.verify.cuda.record import allocator
-from kbrl_async.kernels.verify.cuda.record.forward import Captured, Scribe, are_apart
-from kbrl_async.kernels.verify.cuda.record.graph import Graphs, Refused
+from kbrl_async.kernels.verify.cuda.record.forward import Scribe, TorchForward, are_apart
+from kbrl_async.kernels.verify.cuda.record.graph import Graphs, NotRecordable
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
 from kbrl_async.kernels.verify.cuda.record.machine_code import MachineCode
 from kbrl_async.kernels.verify.cuda.runner import CudaRunner
@@ -98,7 +98,7 @@ class Recorder:
         setup = wire.Setup(_WARM, "ModelNew", 0, device=str(self._device))
         meta = wire.TensorMeta("float32", (64, 64), (64, 1), 0)
         metas = [msgspec.structs.replace(meta, place=slot * ALIGNMENT * 32) for slot in range(2)]
-        self._recording(wire.Record(setup, ["L", [["T", 0]]], [[one] for one in metas], 1 << 20), [])
+        self._recording(wire.RecordForward(setup, ["L", [["T", 0]]], [[one] for one in metas], 1 << 20), [])
         self._clean()
         self._heap.forget()
         self._arena = None
@@ -125,7 +125,7 @@ class Recorder:
             elif not self._record(order, fds):
                 return
 
-    def _record(self, order: wire.Record, fds: list[int]) -> bool:
+    def _record(self, order: wire.RecordForward, fds: list[int]) -> bool:
         """Whether there can be a next one."""
         file, *rest = fds
         found = self._recording(order, rest)
@@ -140,16 +140,16 @@ class Recorder:
         self._channel.send(wire.encode(wire.Recorded(size, self._heap.left_bytes, not is_well)))
         return is_well
 
-    def _recording(self, order: wire.Record, fds: list[int]) -> recording.Recording:
+    def _recording(self, order: wire.RecordForward, fds: list[int]) -> recording.Recording:
         try:
             with torch.cuda.stream(self._stream):
                 return self._of(order, fds)
-        except Refused as refusal:
+        except NotRecordable as refusal:
             return recording.Recording(refused=str(refusal)[:_MAX_REASON])
         except BaseException as error:
             return recording.Recording(refused=_reason(error))
 
-    def _of(self, order: wire.Record, fds: list[int]) -> recording.Recording:
+    def _of(self, order: wire.RecordForward, fds: list[int]) -> recording.Recording:
         assert self._arena is not None, "the arena comes first"
         end = order.weights or self._arena.size
         self._heap.begin(BASE + order.start, BASE + end)
@@ -193,7 +193,7 @@ class Recorder:
             if not any(begin <= meta.place < end for begin, end in lasting)
         ]
         if not _does_the_same(captured[0], own, expected) and not self._reads_what_nobody_wrote(candidate, expected):
-            raise Refused("a replay gives another result: it launches on a stream of its own, or acts by phase")
+            raise NotRecordable("a replay gives another result: it launches on a stream of its own, or acts by phase")
         return recording.Recording(forwards, image, used)
 
     def _reads_what_nobody_wrote(self, candidate: _Candidate, expected: list[torch.Tensor]) -> bool:
@@ -211,7 +211,7 @@ class Recorder:
         for begin, end in stretches:
             self._arena.raw[begin - BASE : end - BASE].fill_(value)
 
-    def _captured(self, candidate: _Candidate, scribe: Scribe) -> list[Captured]:
+    def _captured(self, candidate: _Candidate, scribe: Scribe) -> list[TorchForward]:
         """Waiting for the device is left out: all that follows in a graph waits by itself."""
         binding: Any = torch._C
         waits, binding._cuda_synchronize = binding._cuda_synchronize, lambda: None
@@ -288,7 +288,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}"[:_MAX_REASON]
 
 
-def _does_the_same(captured: Captured, own: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+def _does_the_same(captured: TorchForward, own: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     """The graph, launched here, must do what forward does: what was launched beside the capture is no part of it.
     `own`: those of its outputs that are neither inputs nor last from call to call.
     """

@@ -18,26 +18,26 @@ import torch
 
 from kbrl_async.kernels.cuda_driver import KERNEL, MEMSET
 from kbrl_async.kernels.verify import recording, values, wire
-from kbrl_async.kernels.verify.cuda.record.graph import Graphs, Raw, Refused
+from kbrl_async.kernels.verify.cuda.record.graph import Graphs, NotRecordable, Raw
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
 from kbrl_async.kernels.verify.cuda.record.machine_code import MachineCode
-from kbrl_async.kernels.verify.cuda.record.operators import Step, Watch
+from kbrl_async.kernels.verify.cuda.record.operators import OperatorSpan, Watch
 
 MAX_NODES = 20_000
 
 
-class Captured(msgspec.Struct):
+class TorchForward(msgspec.Struct):
     """One forward as torch holds it."""
 
     graph: Any
-    steps: list[Step]
+    steps: list[OperatorSpan]
     tree: wire.Tree
     outputs: list[torch.Tensor]
     taken: list[tuple[int, int]] = []
     """(address, bytes) of all memory that it took, its outputs among it."""
 
 
-def are_apart(forwards: list[Captured]) -> bool:
+def are_apart(forwards: list[TorchForward]) -> bool:
     """Whether each output lies where no other forward has worked, so that they can be done again in any order."""
     kept = [
         {tensor.untyped_storage().data_ptr() for tensor in forward.outputs if tensor.is_cuda} for forward in forwards
@@ -60,7 +60,7 @@ class Scribe:
         self._base, self._size = base, size
         self._kept: dict[int, int] | None = None
 
-    def capture(self, forward: Callable[[], Any]) -> Captured:
+    def capture(self, forward: Callable[[], Any]) -> TorchForward:
         """:raises Refused: and whatever `forward` raises when it is captured."""
         graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
         graph.capture_begin(capture_error_mode="thread_local")
@@ -78,9 +78,9 @@ class Scribe:
             _leave_capture()
             raise
         graph.capture_end()
-        return Captured(graph, watch.steps, tree, outputs, list(self._heap.trail))
+        return TorchForward(graph, watch.steps, tree, outputs, list(self._heap.trail))
 
-    def learn(self, captured: Captured | None) -> None:
+    def learn(self, captured: TorchForward | None) -> None:
         """Which of the blocks that a forward takes are outputs: all forwards are expected to take the same. None: they
         do not.
         """
@@ -91,11 +91,11 @@ class Scribe:
         last = {address: number for number, (address, _) in enumerate(captured.taken)}
         self._kept = {last[place]: captured.taken[last[place]][1] for place in places & last.keys()}
 
-    def write(self, captured: Captured) -> recording.Forward:
+    def write(self, captured: TorchForward) -> recording.Forward:
         """:raises Refused: what can't be done again from data."""
         raws = self._graphs.read(captured.graph.raw_cuda_graph())
         if len(raws) > MAX_NODES:
-            raise Refused(f"forward consists of {len(raws)} steps, more than {MAX_NODES}")
+            raise NotRecordable(f"forward consists of {len(raws)} steps, more than {MAX_NODES}")
         owners = _owners(raws, captured.steps)
         numbers: dict[int, int] = {}
         nodes: list[recording.Node] = []
@@ -122,7 +122,7 @@ class Scribe:
         to, source, size = self._graphs.copy(raw.node)
         return recording.Memcpy(self._offset(to, size), self._offset(source, size), size, after)
 
-    def _operator(self, step: Step, after: list[int]) -> recording.Operator:
+    def _operator(self, step: OperatorSpan, after: list[int]) -> recording.Operator:
         asked = [(address - self._base, size) for address, size in step.allocations]
         return recording.Operator(step.name, step.arguments, step.tensors, step.results, asked, after)
 
@@ -149,14 +149,14 @@ class Scribe:
         for argument in arguments:
             for (word,) in struct.iter_unpack("<Q", argument[: len(argument) // 8 * 8]):
                 if not 0 <= word - self._base < self._size and self._graphs.is_memory(word):
-                    raise Refused(f"{name[:80]} uses memory that torch has not allocated")
+                    raise NotRecordable(f"{name[:80]} uses memory that torch has not allocated")
 
     def place(self, tensor: torch.Tensor) -> wire.TensorMeta:
         """:raises Refused: it lies outside of the arena, or is no plain tensor."""
         if not tensor.is_cuda:
-            raise Refused("a tensor of the host takes part in forward")
+            raise NotRecordable("a tensor of the host takes part in forward")
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-            raise Refused("a tensor of forward is sparse, conjugated or negated by a mark only")
+            raise NotRecordable("a tensor of forward is sparse, conjugated or negated by a mark only")
         meta = values.describe(tensor, 0)
         if tensor.numel() == 0:
             return meta
@@ -166,7 +166,7 @@ class Scribe:
 
     def _offset(self, address: int, size: int) -> int:
         if not 0 <= address - self._base <= self._size - size:
-            raise Refused("forward uses memory that torch has not allocated")
+            raise NotRecordable("forward uses memory that torch has not allocated")
         return address - self._base
 
 
@@ -180,9 +180,9 @@ def _leave_capture() -> None:
         empty.capture_end()
 
 
-def _owners(raws: list[Raw], steps: list[Step]) -> dict[int, tuple[Step, list[int]]]:
+def _owners(raws: list[Raw], steps: list[OperatorSpan]) -> dict[int, tuple[OperatorSpan, list[int]]]:
     """The operator of each node that one made, and all of its nodes; what only fills or copies stands for itself."""
-    owners: dict[int, tuple[Step, list[int]]] = {}
+    owners: dict[int, tuple[OperatorSpan, list[int]]] = {}
     for step in steps:
         made = [number for number, raw in enumerate(raws) if step.first <= raw.place < step.last]
         if any(raws[number].kind == KERNEL for number in made):

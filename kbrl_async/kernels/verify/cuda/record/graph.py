@@ -26,7 +26,7 @@ _LOWEST, _HIGHEST = 1 << 32, 1 << 48
 """Where addresses of a device or of pinned memory can lie."""
 
 
-class Refused(Exception):  # noqa: N818 - an answer, not an error
+class NotRecordable(Exception):  # noqa: N818 - an answer, not an error
     """Why a forward can't be recorded, in words."""
 
 
@@ -42,7 +42,7 @@ class Raw(msgspec.Struct, frozen=True):
     """Number of the node of the captured graph itself that it is, or lies in."""
 
 
-class Launch(msgspec.Struct, frozen=True):
+class KernelLaunch(msgspec.Struct, frozen=True):
     function: int
     name: str
     grid: tuple[int, int, int]
@@ -145,7 +145,7 @@ class Graphs:
             kind = self._kind(node)
             given = edges.get(node, [])
             if any(earlier not in ends for earlier, _ in given):
-                raise Refused("its graph was not built in the order of its work")
+                raise NotRecordable("its graph was not built in the order of its work")
             after = tuple(sorted({end for earlier, _ in given for end in ends[earlier]})) if given else before
             for earlier, _ in given:
                 is_last[earlier] = False
@@ -160,7 +160,7 @@ class Graphs:
                 found.append(Raw(node, kind, after, serialized, place if inside is None else inside))
                 ends[node] = (len(found) - 1,)
             else:
-                raise Refused(f"its graph holds {_NAMES.get(kind, f'a node of type {kind}')}")
+                raise NotRecordable(f"its graph holds {_NAMES.get(kind, f'a node of type {kind}')}")
         last = sorted({end for node, ends_here in ends.items() if is_last[node] for end in ends_here})
         return tuple(last) or before
 
@@ -194,7 +194,7 @@ class Graphs:
         self._call(name, *arguments, ctypes.byref(value))
         return int(value.value or 0)
 
-    def launch(self, node: int) -> Launch:
+    def launch(self, node: int) -> KernelLaunch:
         params = _Params()
         self._call("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(params))
         function = int(params.func or 0)
@@ -203,13 +203,13 @@ class Graphs:
             self._call("cuKernelGetFunction", ctypes.byref(handle), params.kern)
             function = int(handle.value or 0)
         if self._attribute(node, _ACCESS_POLICY_WINDOW)[1]:
-            raise Refused("a kernel asks for lines that persist in L2")
+            raise NotRecordable("a kernel asks for lines that persist in L2")
         name = ctypes.c_char_p()
         self._call("cuFuncGetName", ctypes.byref(name), function)
         cluster = [int(part) for part in self._attribute(node, _CLUSTER)[:3]]
         carveout = ctypes.c_int()
         self._call("cuFuncGetAttribute", ctypes.byref(carveout), _CARVEOUT, function)
-        return Launch(
+        return KernelLaunch(
             function,
             (name.value or b"").decode(errors="replace"),
             (params.dims[0], params.dims[1], params.dims[2]),
@@ -229,7 +229,7 @@ class Graphs:
     def _arguments(self, function: int, params: _Params) -> list[bytes]:
         sizes = self._driver.parameter_sizes(function)
         if sizes and not params.params:
-            raise Refused("a kernel was launched with packed arguments")
+            raise NotRecordable("a kernel was launched with packed arguments")
         return [ctypes.string_at(params.params[number], size) for number, size in enumerate(sizes)]
 
     def module_of(self, function: int) -> int:
@@ -251,9 +251,9 @@ class Graphs:
         self._call("cuGraphMemcpyNodeGetParams", node, ctypes.byref(params))
         sides = params.to, params.source
         if any(side.kind not in (_DEVICE, _UNIFIED) for side in sides):
-            raise Refused("forward copies between host and device")
+            raise NotRecordable("forward copies between host and device")
         if params.height > 1 or params.depth > 1 or any(side.y or side.z for side in sides):
-            raise Refused("forward copies a rectangle of memory")
+            raise NotRecordable("forward copies a rectangle of memory")
         to, source = (int(side.device) + int(side.x) for side in sides)
         return to, source, int(params.width)
 

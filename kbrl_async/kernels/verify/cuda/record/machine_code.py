@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kbrl_async.kernels.backends.launch import bundle, elf
 from kbrl_async.kernels.cuda_driver import CudaError, Driver
-from kbrl_async.kernels.verify.cuda.record.graph import Refused
+from kbrl_async.kernels.verify.cuda.record.graph import NotRecordable
 
 
 def digest(content: bytes) -> str:
@@ -43,7 +43,7 @@ class MachineCode:
         if image is not None:
             found = digest(image)
             if found not in self._cubins:
-                raise Refused(f"{name[:80]} was compiled when it was called, not before")
+                raise NotRecordable(f"{name[:80]} was compiled when it was called, not before")
             return found
         return self._by_name(name)
 
@@ -55,9 +55,9 @@ class MachineCode:
     def _look_up(self, name: str) -> str:
         owners = [key for key, modules in self._modules.items() if any(self._has(module, name) for module in modules)]
         if len(owners) > 1:
-            raise Refused(f"two extensions have a kernel {name[:80]}")
+            raise NotRecordable(f"two extensions have a kernel {name[:80]}")
         if not owners:
-            raise Refused(f"{name[:80]} is no kernel that was built from the candidate's source")
+            raise NotRecordable(f"{name[:80]} is no kernel that was built from the candidate's source")
         return owners[0]
 
     @functools.cached_property

@@ -10,17 +10,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kbrl_async.kernels.verify import allowed, values, wire
-from kbrl_async.kernels.verify.cuda.record.graph import Refused
+from kbrl_async.kernels.verify.cuda.record.graph import NotRecordable
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
 
 _LEFT_OUT = frozenset({"device", "layout", "pin_memory"})
 _NAMESPACES = ("aten", "prims")
 _HOST_NUMBERS = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64)
 Place = Callable[[torch.Tensor], wire.TensorMeta]
-"""Where a tensor lies in the arena. `Refused` where it lies elsewhere."""
+"""Where a tensor lies in the arena. `NotRecordable` where it lies elsewhere."""
 
 
-class Step(msgspec.Struct, frozen=True):
+class OperatorSpan(msgspec.Struct, frozen=True):
     """An operator that made nodes `first` … `last`−1 of the graph."""
 
     first: int
@@ -38,7 +38,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     def __init__(self, count: Callable[[], int], place: Place, heap: Heap) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self._count, self._place, self._heap = count, place, heap
-        self.steps: list[Step] = []
+        self.steps: list[OperatorSpan] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -50,7 +50,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
             with self:
                 return op.redispatch(_keys_of(args), *args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in op.tags and not _drops_nothing(op, args, kwargs or {}):
-            raise Refused(f"{op.name()} draws random numbers")  # before torch finds its generator in the wrong state
+            raise NotRecordable(
+                f"{op.name()} draws random numbers"
+            )  # before torch finds its generator in the wrong state
         first, self._heap.log = self._count(), []
         try:
             result = op(*args, **(kwargs or {}))
@@ -63,10 +65,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
 
     def _step(
         self, first: int, last: int, op: Any, args: Any, kwargs: Any, result: Any, log: list[tuple[int, int]]
-    ) -> Step:
+    ) -> OperatorSpan:
         name = op.name()
         if not allowed.is_allowed(name):
-            raise Refused(f"{name} is none of the operators that are done again")
+            raise NotRecordable(f"{name} is none of the operators that are done again")
         given: list[torch.Tensor] = []
         results: list[torch.Tensor] = []
         named = {key: _plain(value) for key, value in kwargs.items() if key not in _LEFT_OUT}
@@ -74,9 +76,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
             tree = values.flatten([[_plain(value) for value in args], named], given)
             values.flatten(result, results)
         except TypeError as error:
-            raise Refused(f"{name}: {error}") from error
+            raise NotRecordable(f"{name}: {error}") from error
         places = [self._place(tensor) for tensor in given]
-        return Step(first, last, name, tree, places, [self._place(tensor) for tensor in results], log)
+        return OperatorSpan(first, last, name, tree, places, [self._place(tensor) for tensor in results], log)
 
 
 def _keys_of(args: Any) -> Any:

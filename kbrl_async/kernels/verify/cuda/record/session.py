@@ -23,11 +23,11 @@ from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Child, Isolation, Limits, Zygote
 from kbrl_async.kernels.stages import span
-from kbrl_async.kernels.timing.turns import Turns
+from kbrl_async.kernels.timing.turns import DeviceTurns
 from kbrl_async.kernels.verify import recording, replies, wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.dying import Dying
-from kbrl_async.kernels.verify.cuda.prewarmed import LIFE_S, Spares, as_files
+from kbrl_async.kernels.verify.cuda.prewarmed import LIFE_S, PrewarmedChildren, as_files
 from kbrl_async.kernels.verify.memory import as_message, memory_file
 
 ENTRY = "kbrl_async.kernels.verify.cuda.record.child:main"
@@ -38,9 +38,9 @@ _MAX_BYTES = 16 << 20
 _CURE = "Run `nvidia-smi`, and `kbrl verify` with one problem, to see whether this host's GPU works in a sandbox"
 
 
-def spares_for(zygote: Zygote, limits: Limits, device: str, count: int) -> Spares:
+def spares_for(zygote: Zygote, limits: Limits, device: str, count: int) -> PrewarmedChildren:
     """Recorders that wait for their first candidate."""
-    return Spares(zygote, msgspec.structs.replace(limits, cpu_s=LIFE_S), device, ENTRY, count)
+    return PrewarmedChildren(zygote, msgspec.structs.replace(limits, cpu_s=LIFE_S), device, ENTRY, count)
 
 
 class Recorders:
@@ -48,7 +48,7 @@ class Recorders:
     that is being killed may still write into its own for seconds.
     """
 
-    def __init__(self, spares: Spares, device: str, arena_bytes: int, most_served: int = MAX_SERVED) -> None:
+    def __init__(self, spares: PrewarmedChildren, device: str, arena_bytes: int, most_served: int = MAX_SERVED) -> None:
         """`spares`: as `spares_for` makes them, maybe others' too."""
         self._device, self._most_served = device, most_served
         self.arena = DeviceArena.new(arena_bytes, torch.device(device))
@@ -80,7 +80,11 @@ class Recorders:
         return self._served <= 1
 
     def record(
-        self, order: wire.Record, weights: tuple[int, ...], deadline_s: float, fill: Callable[[DeviceArena], None]
+        self,
+        order: wire.RecordForward,
+        weights: tuple[int, ...],
+        deadline_s: float,
+        fill: Callable[[DeviceArena], None],
     ) -> bytes:
         """Of a candidate, the encoded `Recording`. `weights`: the descriptor of the weights, where it has any;
         artifacts are given by path in `order.setup`. `fill` writes its inputs into the arena.
@@ -164,7 +168,7 @@ class Recorders:
         """None where none came in time. `OSError` where it has ended, or says what no recorder says."""
         assert self._child is not None
         channel = self._child.channel
-        if not Turns.answers(channel, deadline_s, self._child if self._is_begun else None):
+        if not DeviceTurns.answers(channel, deadline_s, self._child if self._is_begun else None):
             return None
         data = channel.recv(wire.MAX_REPLY)
         try:

@@ -21,7 +21,7 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.sandbox import Child, Isolation, Limits, Zygote
 from kbrl_async.kernels.stages import tally
-from kbrl_async.kernels.timing.turns import Turns
+from kbrl_async.kernels.timing.turns import DeviceTurns
 from kbrl_async.kernels.verify import wire
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.dying import Dying
@@ -53,7 +53,7 @@ class ShortOfMemory(Unreplayable):
     """There is no memory to do it in, now."""
 
 
-class Player:
+class PlayerProcess:
     """One process that replays."""
 
     def __init__(self, zygote: Zygote, limits: Limits, device: str) -> None:
@@ -92,7 +92,7 @@ class Player:
 
     def _receive(self, kind: type[_Expected], deadline_s: float) -> _Expected:
         waits_for = None if self._isolation is None else self.child
-        if not Turns.answers(self.child.channel, deadline_s, waits_for) and not self._answers_late():
+        if not DeviceTurns.answers(self.child.channel, deadline_s, waits_for) and not self._answers_late():
             raise CandidateFault(Fault.TIMEOUT, f"no result after {deadline_s:.2f} s")
         data = b""
         with contextlib.suppress(ConnectionError):
@@ -105,7 +105,7 @@ class Player:
             raise InfraError(f"a process that replays answers nonsense ({error})"[:300], _CURE) from error
         if isinstance(answer, wire.Failed):
             raise CandidateFault(Fault(answer.kind), answer.text)
-        if isinstance(answer, orders.Refused):
+        if isinstance(answer, orders.CannotReplay):
             raise Unreplayable(answer.text)
         if not isinstance(answer, kind):
             raise InfraError("a process that replays answers something else than was asked", _CURE)
@@ -122,8 +122,8 @@ class ReplayHost:
 
     def __init__(self, zygote: Zygote, limits: Limits, device: str) -> None:
         self._zygote, self._limits, self._device = zygote, limits, device
-        self._player: Player | None = None
-        self._spare: Player | None = None
+        self._player: PlayerProcess | None = None
+        self._spare: PlayerProcess | None = None
         self._dying = Dying()
         self._generation = -1
         self._arena: DeviceArena | None = None
@@ -162,7 +162,7 @@ class ReplayHost:
         """
         self._loaded = images, plan
         with _file(images, plan) as (fd, length):
-            order = orders.Load([(image.digest, list(map(len, image.parts))) for image in images], length)
+            order = orders.LoadProgram([(image.digest, list(map(len, image.parts))) for image in images], length)
             try:
                 answer = self._ask(orders.Loaded, order, _ORDER_S, fd)
             except InfraError as error:
@@ -171,8 +171,8 @@ class ReplayHost:
             raise Unreplayable(answer.refused)
         return answer.has_operators
 
-    def done(self, order: orders.WarmUp | orders.Run, deadline_s: float) -> None:
-        self._ask(orders.Done, order, deadline_s)
+    def done(self, order: orders.WarmUp | orders.RunForward, deadline_s: float) -> None:
+        self._ask(orders.RunDone, order, deadline_s)
 
     def timed(self, order: orders.Time, deadline_s: float) -> float:
         """Nanoseconds."""
@@ -247,7 +247,7 @@ class ReplayHost:
         """What kernels of earlier candidates may have left in the player is no part of what comes."""
         self._drop()
 
-    def _mapped(self) -> Player:
+    def _mapped(self) -> PlayerProcess:
         """One that lives, with the arena. A start that fails is nobody's fault, and tried once more."""
         try:
             player = self._ready()
@@ -258,26 +258,26 @@ class ReplayHost:
             self._map(player)
         return player
 
-    def _ready(self) -> Player:
+    def _ready(self) -> PlayerProcess:
         self._forget_the_dead()
         if self._player is None:
             self._player, self._spare = self._spare or self._started(), None
         return self._player
 
-    def _map(self, player: Player) -> None:
+    def _map(self, player: PlayerProcess) -> None:
         if player.mapped is self.arena:
             return
         fd = self.arena.export()
         try:
-            player.ask(orders.Done, orders.Map(self.arena.size), _ORDER_S, fd)
+            player.ask(orders.RunDone, orders.MapArena(self.arena.size), _ORDER_S, fd)
         except CandidateFault as fault:
             raise InfraError(f"a process that replays gets no memory ({fault.text})"[:300], _CURE) from fault
         finally:
             os.close(fd)
         player.mapped = self.arena
 
-    def _started(self) -> Player:
-        player = Player(self._zygote, self._limits, self._device)
+    def _started(self) -> PlayerProcess:
+        player = PlayerProcess(self._zygote, self._limits, self._device)
         self._generation = self._zygote.generation
         return player
 

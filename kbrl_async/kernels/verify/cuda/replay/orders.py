@@ -11,13 +11,13 @@ from kbrl_async.kernels.verify import wire
 MAX_MESSAGE = 1 << 20
 
 
-class Map(msgspec.Struct, frozen=True, tag="map"):
+class MapArena(msgspec.Struct, frozen=True, tag="map"):
     """The arena from now on; its descriptor travels along. Everything that was loaded stays good."""
 
     size: int
 
 
-class Load(msgspec.Struct, frozen=True, tag="load"):
+class LoadProgram(msgspec.Struct, frozen=True, tag="load"):
     """A recording and its images; the descriptor of a file that holds both travels along."""
 
     images: list[tuple[str, list[int]]]
@@ -30,7 +30,7 @@ class WarmUp(msgspec.Struct, frozen=True, tag="warm_up"):
     slot: int
 
 
-class Run(msgspec.Struct, frozen=True, tag="run"):
+class RunForward(msgspec.Struct, frozen=True, tag="run"):
     slot: int
     is_muted: bool = False
 
@@ -47,10 +47,10 @@ class Unload(msgspec.Struct, frozen=True, tag="unload"):
     """What was loaded goes, and a known kernel runs."""
 
 
-Order = Map | Load | WarmUp | Run | Time | Unload
+Order = MapArena | LoadProgram | WarmUp | RunForward | Time | Unload
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
+class RunDone(msgspec.Struct, frozen=True, tag="done"):
     pass
 
 
@@ -73,13 +73,13 @@ class Sung(msgspec.Struct, frozen=True, tag="sung"):
     """Bytes that the process keeps for itself."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class CannotReplay(msgspec.Struct, frozen=True, tag="refused"):
     """This can't be done again here, for a reason that is nobody's fault."""
 
     text: str
 
 
-Answer = wire.Confined | Done | Loaded | Times | Sung | Refused | wire.Failed
+Answer = wire.Confined | RunDone | Loaded | Times | Sung | CannotReplay | wire.Failed
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode

@@ -99,17 +99,17 @@ class Player:
         try:
             return self._do(order, fds)
         except Refused as refusal:
-            return orders.Refused(str(refusal)[:300])
+            return orders.CannotReplay(str(refusal)[:300])
         except Exception as error:
             if self._places.has_failed:
                 return wire.Failed("out_of_memory", "an operator asks for more memory than the GPU has")
             return device_failure(error)
 
     def _do(self, order: orders.Order, fds: list[int]) -> orders.Answer:
-        if isinstance(order, orders.Map):
+        if isinstance(order, orders.MapArena):
             self._map(fds[0], order.size)
-            return orders.Done()
-        if isinstance(order, orders.Load):
+            return orders.RunDone()
+        if isinstance(order, orders.LoadProgram):
             return self._load(order, fds[0])
         if isinstance(order, orders.Unload):
             return self._unload()
@@ -117,7 +117,7 @@ class Player:
         assert program is not None, "nothing is loaded"
         if isinstance(order, orders.WarmUp):
             program.warm_up(order.slot)
-        elif isinstance(order, orders.Run):
+        elif isinstance(order, orders.RunForward):
             program.run(order.slot, order.is_muted)
         elif not order.times:
             program.prepare(order.slots, order.is_muted)
@@ -125,7 +125,7 @@ class Player:
         else:
             times = (program.time(order.slots, order.is_muted) for _ in range(order.times))
             return orders.Times(sum(times) if order.slots else min(times))
-        return orders.Done()
+        return orders.RunDone()
 
     def _map(self, fd: int, size: int) -> None:
         if self._arena is not None:
@@ -133,7 +133,7 @@ class Player:
             self._arena = None
         self._arena = DeviceArena.received(fd, size, self._device, BASE, is_reserved=True)
 
-    def _load(self, order: orders.Load, fd: int) -> orders.Loaded:
+    def _load(self, order: orders.LoadProgram, fd: int) -> orders.Loaded:
         with open(fd, "rb") as file:
             images = [Image(digest, [file.read(size) for size in sizes]) for digest, sizes in order.images]
             plan: Recording = decode(file.read(order.plan))

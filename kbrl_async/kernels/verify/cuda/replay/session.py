@@ -33,9 +33,9 @@ from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.replay import orders
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost
 from kbrl_async.kernels.verify.cuda.replay.images import Image
-from kbrl_async.kernels.verify.cuda.session import Sample
+from kbrl_async.kernels.verify.cuda.session import TimedCall
 from kbrl_async.kernels.verify.recording import Forward, Kernel, Operator, Recording
-from kbrl_async.kernels.verify.session import CandidateFault, Outcome
+from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
 from kbrl_async.kernels.verify.validation import overlap, span
 from protocols.records import REPLAYED, Fault
 
@@ -185,17 +185,17 @@ class ReplaySession:
         if self._image:
             torch._foreach_copy_(self._restored, self._image)
 
-    def call(self, op: int, slot: int, deadline_s: float) -> Outcome:
+    def call(self, op: int, slot: int, deadline_s: float) -> ForwardOutcome:
         forward = self._recording.forwards[slot]
         if self.fault is not None:
             raise self.fault
         if op != wire.OP_RUN:
-            return Outcome(0, 0, 0, ["V", None], [])
+            return ForwardOutcome(0, 0, 0, ["V", None], [])
         elapsed = self.run(slot, deadline_s)
         others = [other for other in range(len(self.slots)) if other != slot]
         if others and not self.is_kept:  # a secret one: whoever writes to all is found at once, and there are ten calls
             self._refuse_writing(slot, self._rng.choice(others), deadline_s)
-        return Outcome(elapsed, 0, 0, forward.tree, self._outputs[slot])
+        return ForwardOutcome(elapsed, 0, 0, forward.tree, self._outputs[slot])
 
     def run(self, slot: int, deadline_s: float, is_muted: bool = False) -> int:
         """One forward over what is written to the slot; nanoseconds until it answered."""
@@ -209,7 +209,7 @@ class ReplaySession:
             torch.cuda.synchronize()
         begin = time.perf_counter_ns()
         with stages.span("run"):
-            self._host.done(orders.Run(slot, is_muted), deadline_s)
+            self._host.done(orders.RunForward(slot, is_muted), deadline_s)
         elapsed = time.perf_counter_ns() - begin
         if not is_muted:
             self.forward_ns = min(self.forward_ns, elapsed)
@@ -267,14 +267,14 @@ class ReplaySession:
     def _shuffled(self, count: int) -> tuple[int, ...]:
         return tuple(self._rng.sample(range(count), count))
 
-    def replay(self, times: int, deadline_s: float) -> Sample:
+    def replay(self, times: int, deadline_s: float) -> TimedCall:
         """Over the slots of `capture`, `times` over; the cost of two events where that is 0."""
         torch.cuda.synchronize()
         begin = time.perf_counter_ns()
         order = orders.Time(self._rng.choice(self._orders), times) if times else orders.Time(())
         elapsed = self._host.timed(order, deadline_s)
         wall = time.perf_counter_ns() - begin
-        return Sample(elapsed, wall) if times else Sample(0.0, wall, elapsed)
+        return TimedCall(elapsed, wall) if times else TimedCall(0.0, wall, elapsed)
 
     def leaves_out(self, deadline_s: float) -> None:
         """Timed runs that look like any other, but one slot is not in them: its outputs must stay poison."""
@@ -291,10 +291,10 @@ class ReplaySession:
             return [view.unsqueeze(0) for view in slots[0]]
         return [torch.stack([slot[i] for slot in slots]) for i in range(len(slots[0]))]
 
-    def event(self, slot: int, deadline_s: float) -> Sample:
+    def event(self, slot: int, deadline_s: float) -> TimedCall:
         raise NotImplementedError("what was recorded can always be timed as a graph")
 
-    def events(self, times: int, deadline_s: float) -> Sample:
+    def events(self, times: int, deadline_s: float) -> TimedCall:
         raise NotImplementedError("what was recorded can always be timed as a graph")
 
     # ── whose kernels ───────────────────────────────────────────────────────────────────────────────────────────────

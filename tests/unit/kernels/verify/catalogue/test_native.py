@@ -16,7 +16,7 @@ from kbrl_async.errors import InfraError
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cpu import bursts, replay, statics, stopwatch
 from kbrl_async.kernels.verify.cpu.stopwatch import Stopwatch
-from kbrl_async.kernels.verify.session import Outcome
+from kbrl_async.kernels.verify.session import ForwardOutcome
 from protocols.records import OBSERVED, BenchReport, Fault
 from tests.unit.kernels.verify.catalogue.exploits import (
     CALL,
@@ -170,7 +170,7 @@ def test_who_hides_its_memory_from_the_bench_does_not_end_the_bench(judge: Judge
     verdict = judge(kernel(before=HIDDEN), CALL).verdict
     assert (verdict.fault, verdict.trust) == (Fault.OK, OBSERVED)
     assert "not where it was loaded" in verdict.trust_reason
-    monkeypatch.setattr(replay.ReplaySession, "_guarded", lambda self, look: look())
+    monkeypatch.setattr(replay.CpuReplaySession, "_guarded", lambda self, look: look())
     with pytest.raises(InfraError, match="not where it was loaded"):
         judge(kernel(before=HIDDEN), CALL)
 
@@ -225,7 +225,7 @@ def test_a_decoy_that_spoils_its_replayer_is_still_one(judge: Judge, monkeypatch
     decoy = PYTHON + f'void f(float *y) {{ python("{HIDES}"); }}'
     forward = "y = x @ self.weight\nself.f(y)\nreturn y"
     assert caught(judge(decoy, forward).verdict, "decoy_kernel")
-    monkeypatch.setattr(replay.ReplaySession, "muted", lambda self: self)
+    monkeypatch.setattr(replay.CpuReplaySession, "muted", lambda self: self)
     assert is_replayed(judge(decoy, forward).verdict)
 
 
@@ -233,9 +233,9 @@ def test_work_after_the_answer_is_time(monkeypatch: Patch) -> None:
     """Who answers first and computes then, before it stands still, is right and seems to need no time."""
     watch = object.__new__(Stopwatch)
     watch._empty, watch._idle = 50_000.0, 20_000.0
-    early = Outcome(60_000, 0, 0, ["L", []], [], None, 420_000)
+    early = ForwardOutcome(60_000, 0, 0, ["L", []], [], None, 420_000)
     assert watch._net_ns(early) == 400_000
-    assert watch._net_ns(Outcome(450_000, 0, 0, ["L", []], [], None, 300_000)) == 400_000
+    assert watch._net_ns(ForwardOutcome(450_000, 0, 0, ["L", []], [], None, 300_000)) == 400_000
 
 
 @row("impossible speed")

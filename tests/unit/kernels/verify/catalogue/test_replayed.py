@@ -69,7 +69,7 @@ def test_what_a_kernel_writes_to_a_kept_buffer_is_put_back_before_each_call(judg
     source, init = counts.replace("float *y, long n,", "float *y, float *b, long n,"), "self.b = torch.zeros(1)"
     call = CALL.replace("self.weight, y,", "self.weight, y, self.b,")
     assert is_replayed(judge(source, call, init).verdict)
-    monkeypatch.setattr(replay.ReplaySession, "_put_back", nothing)
+    monkeypatch.setattr(replay.CpuReplaySession, "_put_back", nothing)
     assert judge(source, call, init).verdict.rule == "wrong_when_timed"
 
 

@@ -15,11 +15,11 @@ from kbrl_async.kernels.cuda_driver import KERNEL, MEMCPY, MEMSET, CudaError
 from kbrl_async.kernels.verify import recording, values
 from kbrl_async.kernels.verify.compare import _far_apart
 from kbrl_async.kernels.verify.cuda.record.child import _reason
-from kbrl_async.kernels.verify.cuda.record.forward import Captured, Scribe, are_apart
-from kbrl_async.kernels.verify.cuda.record.graph import Launch, Raw, Refused
+from kbrl_async.kernels.verify.cuda.record.forward import Scribe, TorchForward, are_apart
+from kbrl_async.kernels.verify.cuda.record.graph import KernelLaunch, NotRecordable, Raw
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
 from kbrl_async.kernels.verify.cuda.record.machine_code import MachineCode, digest
-from kbrl_async.kernels.verify.cuda.record.operators import Step
+from kbrl_async.kernels.verify.cuda.record.operators import OperatorSpan
 
 BASE, SIZE = 1 << 44, 1 << 20
 X = values.describe(torch.empty(4), 0)
@@ -31,12 +31,12 @@ class Graph:
     def __init__(self, *raws: Raw, arguments: tuple[int, ...] = (BASE + 64,), foreign: int = 0) -> None:
         self._raws, self._foreign = list(raws), foreign
         data = [struct.pack("<Q", word) for word in arguments]
-        self._launch = Launch(7, "run", (4, 1, 1), (256, 1, 1), 0, data, (1, 1, 1), False, -1)
+        self._launch = KernelLaunch(7, "run", (4, 1, 1), (256, 1, 1), 0, data, (1, 1, 1), False, -1)
 
     def read(self, graph: object) -> list[Raw]:
         return self._raws
 
-    def launch(self, node: int) -> Launch:
+    def launch(self, node: int) -> KernelLaunch:
         return self._launch
 
     def module_of(self, function: int) -> int:
@@ -58,14 +58,14 @@ class Code:
         return "ab" * 32
 
 
-def written(graph: Graph, *steps: Step) -> list[recording.Node]:
+def written(graph: Graph, *steps: OperatorSpan) -> list[recording.Node]:
     scribe = Scribe(cast(Any, graph), Heap(), BASE, SIZE, cast(Any, Code()))
-    captured = Captured(types.SimpleNamespace(raw_cuda_graph=lambda: 0), list(steps), ["L", []], [])
+    captured = TorchForward(types.SimpleNamespace(raw_cuda_graph=lambda: 0), list(steps), ["L", []], [])
     return scribe.write(captured).nodes
 
 
-def step(first: int, last: int, name: str = "aten::mm") -> Step:
-    return Step(first, last, name, ["L", [["L", [["T", 0]]], ["D", {}]]], [X], [X], [(BASE + 2048, 16)])
+def step(first: int, last: int, name: str = "aten::mm") -> OperatorSpan:
+    return OperatorSpan(first, last, name, ["L", [["L", [["T", 0]]], ["D", {}]]], [X], [X], [(BASE + 2048, 16)])
 
 
 def raw(kind: int, *after: int, place: int = 0) -> Raw:
@@ -104,7 +104,7 @@ def test_branches_and_where_they_meet_are_kept() -> None:
 
 
 def test_an_address_of_memory_outside_of_the_arena_is_refused() -> None:
-    with pytest.raises(Refused, match="run uses memory that torch has not allocated"):
+    with pytest.raises(NotRecordable, match="run uses memory that torch has not allocated"):
         written(Graph(raw(KERNEL), arguments=(BASE, 5 << 32), foreign=5 << 32))
 
 
@@ -133,7 +133,7 @@ def test_a_kernel_of_a_bundle_is_named_by_its_machine_code(tmp_path: Path) -> No
     path.write_bytes(bundle.pack({"a.cubin": b"one", "b.cubin": b"two"}))
     code = MachineCode(cast(Any, Modules({1: b"two", 2: b"three"}, {})), [str(path)])
     assert code.owner(1, "run") == digest(b"two")
-    with pytest.raises(Refused, match="run was compiled when it was called"):
+    with pytest.raises(NotRecordable, match="run was compiled when it was called"):
         code.owner(2, "run")
 
 
@@ -147,10 +147,10 @@ def test_a_kernel_of_an_extension_is_named_by_the_one_that_has_it(
     monkeypatch.setattr("kbrl_async.kernels.verify.cuda.record.machine_code.elf.fatbins", lambda content: [content])
     code = MachineCode(cast(Any, Modules({}, {b"two": "run"})), paths)
     assert code.owner(0, "run") == digest(b"two")
-    with pytest.raises(Refused, match="no kernel that was built from the candidate's source"):
+    with pytest.raises(NotRecordable, match="no kernel that was built from the candidate's source"):
         code.owner(0, "cutlass")
     both = MachineCode(cast(Any, Modules({}, {b"one": "run", b"two": "run"})), paths)
-    with pytest.raises(Refused, match="two extensions"):
+    with pytest.raises(NotRecordable, match="two extensions"):
         both.owner(0, "run")
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from kbrl_async.kernels.cuda_driver import CHILD, EMPTY, KERNEL, MEMCPY, MEMSET
-from kbrl_async.kernels.verify.cuda.record.graph import Graphs, Raw, Refused, _Copy
+from kbrl_async.kernels.verify.cuda.record.graph import Graphs, NotRecordable, Raw, _Copy
 
 HOST = 3
 
@@ -82,12 +82,12 @@ def test_a_kernel_that_may_begin_before_the_one_before_it_has_ended_is_marked() 
 
 @pytest.mark.parametrize(("kind", "words"), [(HOST, "a call of the host"), (13, "depends on values"), (99, "type 99")])
 def test_what_is_no_work_of_the_device_is_refused_by_its_name(kind: int, words: str) -> None:
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(NotRecordable, match=words):
         read(whole=[(KERNEL, []), (kind, [0])])
 
 
 def test_a_node_that_waits_for_a_later_one_is_refused() -> None:
-    with pytest.raises(Refused, match="order of its work"):
+    with pytest.raises(NotRecordable, match="order of its work"):
         read(whole=[(KERNEL, [1]), (KERNEL, [])])
 
 
@@ -120,7 +120,7 @@ def test_a_copy_within_the_device_is_to_from_and_size() -> None:
     [({"source_kind": 1}, "host and device"), ({"height": 2}, "rectangle"), ({"to_y": 1}, "rectangle")],
 )
 def test_other_copies_are_refused(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(NotRecordable, match=words):
         copied(**fields)
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kbrl_async.kernels.verify import values, wire
-from kbrl_async.kernels.verify.cuda.record.graph import Refused
+from kbrl_async.kernels.verify.cuda.record.graph import NotRecordable
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
-from kbrl_async.kernels.verify.cuda.record.operators import Step, Watch, _drops_nothing
+from kbrl_async.kernels.verify.cuda.record.operators import OperatorSpan, Watch, _drops_nothing
 
 
 class Nodes:
@@ -29,7 +29,7 @@ def place(tensor: torch.Tensor) -> wire.TensorMeta:
     return values.describe(tensor, 0)
 
 
-def steps_of(count: object, forward: object) -> list[Step]:
+def steps_of(count: object, forward: object) -> list[OperatorSpan]:
     watch = Watch(count, place, Heap())  # type: ignore[arg-type]
     with watch:
         forward()  # type: ignore[operator]
@@ -64,7 +64,7 @@ def test_a_number_in_a_tensor_of_the_host_is_a_number() -> None:
 
 
 def test_random_numbers_are_refused_and_a_dropout_that_is_off_draws_none() -> None:
-    with pytest.raises(Refused, match="aten::rand_like draws random numbers"):
+    with pytest.raises(NotRecordable, match="aten::rand_like draws random numbers"):
         steps_of(Nodes(), lambda: torch.rand_like(torch.ones(2)))
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     assert torch.Tag.nondeterministic_seeded in attention.tags
@@ -76,7 +76,7 @@ def test_random_numbers_are_refused_and_a_dropout_that_is_off_draws_none() -> No
 
 
 def test_an_operator_that_nobody_does_again_is_refused_by_name() -> None:
-    with pytest.raises(Refused, match=r"aten::\S+ is none of the operators"):
+    with pytest.raises(NotRecordable, match=r"aten::\S+ is none of the operators"):
         steps_of(Nodes(), lambda: torch.linalg.eigvals(torch.eye(3)))
 
 

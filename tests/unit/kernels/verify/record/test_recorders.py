@@ -13,12 +13,12 @@ import pytest
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.sandbox import Limits
 from kbrl_async.kernels.verify import recording, wire
-from kbrl_async.kernels.verify.cuda.prewarmed import Spares
+from kbrl_async.kernels.verify.cuda.prewarmed import PrewarmedChildren
 from kbrl_async.kernels.verify.cuda.record import session
 from kbrl_async.kernels.verify.cuda.record.session import Recorders
 
 SETUP = wire.Setup("", "ModelNew", 1)
-ORDER = wire.Record(SETUP, ["L", []], [[]], 0)
+ORDER = wire.RecordForward(SETUP, ["L", []], [[]], 0)
 RIGHT, REFUSED = recording.Recording(used=512), recording.Recording(refused="it reads from the device")
 Answer = Callable[["Process"], "recording.Recording | None"]
 
@@ -102,7 +102,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Recor
     monkeypatch.setattr(session.torch.cuda, "synchronize", lambda: None)
     made: list[Recorders] = []
     zygotes: list[Zygote] = []
-    waiting: list[Spares] = []
+    waiting: list[PrewarmedChildren] = []
 
     def begin(answer: Answer, most_served: int = 64) -> tuple[Recorders, Zygote]:
         zygote = Zygote(answer)
@@ -116,7 +116,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Recor
         one.close()
 
 
-def record(recorders: Recorders, deadline_s: float = 5.0, order: wire.Record = ORDER) -> recording.Recording:
+def record(recorders: Recorders, deadline_s: float = 5.0, order: wire.RecordForward = ORDER) -> recording.Recording:
     content = recorders.record(order, (), deadline_s, lambda arena: None)
     found: recording.Recording = recording.decode(content)
     return found
