@@ -276,8 +276,8 @@ def broker_options(folder: Path, **more: Any) -> BrokerOptions:
 
 
 @contextlib.contextmanager
-def broker_process(options: BrokerOptions, core: int | None = None) -> Iterator[psutil.Process]:
-    process = mp.get_context("spawn").Process(target=_serve, args=(options, core))
+def broker_process(options: BrokerOptions) -> Iterator[psutil.Process]:
+    process = mp.get_context("spawn").Process(target=_serve, args=(options,))
     process.start()
     try:
         yield psutil.Process(process.pid)
@@ -286,7 +286,7 @@ def broker_process(options: BrokerOptions, core: int | None = None) -> Iterator[
         process.join()
 
 
-def _serve(options: BrokerOptions, core: int | None) -> None:
+def _serve(options: BrokerOptions) -> None:
     import uvloop
 
     from kbrl_async.runs.telemetry import logs
@@ -295,7 +295,7 @@ def _serve(options: BrokerOptions, core: int | None) -> None:
 
     logs.configure("broker", Path(options.run_dir), "info", terminal=False)
     raise_descriptor_limit()
-    os.sched_setaffinity(0, CORES if core is None else {core})
+    os.sched_setaffinity(0, CORES)
     uvloop.run(BrokerServer(options).run())
 
 

@@ -58,7 +58,7 @@ def make_weights(folder: Path, shape: ModelShape, rank: int) -> None:
 
 
 def write_weights(folder: Path, base: Path) -> None:
-    """Whole weights as the learner publishes them. Blocks are alike, as drawing takes long: their size is what counts."""
+    """Whole weights as the learner publishes them. Blocks are alike: drawing takes long, and their size counts."""
     blocks: dict[str, torch.Tensor] = {}
 
     def drawn(name: str, like: torch.Tensor) -> torch.Tensor:

@@ -174,14 +174,14 @@ def _filtered(rollouts: Sequence[RolloutStats], suffix: str) -> Summary:
     return {**_heldout(kept, "heldout_filtered_", suffix), "heldout_problems_flagged": problems}
 
 
-def best_kernels(rollouts: Sequence[RolloutStats], count: int = BEST_KERNELS) -> list[Summary]:
+def best_kernels(rollouts: Sequence[RolloutStats]) -> list[Summary]:
     """The fastest kernel of each problem whose speedup is one (I7), by the lower end of its interval;
     disturbed measurements are not ranked."""
     best: dict[str, RolloutStats] = {}
     for rollout in rollouts:
         if rollout.fast_1_proven and not rollout.is_disturbed and _lo(rollout) > _lo(best.get(rollout.problem_id)):
             best[rollout.problem_id] = rollout
-    ranked = sorted(best.values(), key=_lo, reverse=True)[:count]
+    ranked = sorted(best.values(), key=_lo, reverse=True)[:BEST_KERNELS]
     return [
         {"problem": r.problem_id, "speedup": r.speedup, "lo": r.speedup_lo, "hi": r.speedup_hi, "file": r.file}
         for r in ranked

@@ -76,10 +76,9 @@ def two_shares(
     return row(name, bars, marks=marks, value=numbers.percent(after.value if after else None), tip=tip, class_="two")
 
 
-def time_axis(run: RunData, start: float = 0.0) -> Axis:
-    """Round moments of the run from `start` on, in percent of that time."""
-    length = run.duration - start or 1.0
-    return [(100 * (tick - start) / length, time_label(tick)) for tick in time_ticks(run.duration, 8, start)]
+def time_axis(run: RunData) -> Axis:
+    """Round moments of the run, in percent of its time."""
+    return [(100 * tick / (run.duration or 1.0), time_label(tick)) for tick in time_ticks(run.duration)]
 
 
 class VersionAxis(NamedTuple):

@@ -116,12 +116,11 @@ class Scale:
         return self._ticks
 
 
-def time_ticks(duration: float, most: int = 8, start: float = 0.0) -> list[float]:
-    """Round moments between `start` and the end of a run of so many seconds."""
+def time_ticks(duration: float, most: int = 8) -> list[float]:
+    """Round moments of a run of so many seconds."""
     steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
-    length = max(0.0, duration - start)
-    step = next((step for step in steps if length / step <= most), 86400 * math.ceil(length / 86400 / most))
-    return [float(step * i) for i in range(math.ceil(start / step), int(duration / step) + 1)]
+    step = next((step for step in steps if duration / step <= most), 86400 * math.ceil(duration / 86400 / most))
+    return [float(step * i) for i in range(int(duration / step) + 1)]
 
 
 def time_label(moment: float) -> str:

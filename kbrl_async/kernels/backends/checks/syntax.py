@@ -41,20 +41,20 @@ def parsed(source: str) -> ast.Module | BuildReport:
         return BuildReport(Fault.FORMAT_ERROR, message=text, hint=hint, rule="syntax")
 
 
-def model_fault(nodes: Iterable[ast.AST], name: str = "ModelNew") -> BuildReport | None:
-    """Why `nodes` give no module under that name; None where they do: by `class`, or by `name = Other`."""
+def model_fault(nodes: Iterable[ast.AST]) -> BuildReport | None:
+    """Why `nodes` give no `ModelNew`; None where they do: by `class`, or by `ModelNew = Other`."""
     bound: dict[str, ast.AST] = {}
     for node in nodes:
         if isinstance(node, ast.ClassDef):
             bound[node.name] = node
         elif isinstance(node, ast.Assign):
             bound.update({target.id: node.value for target in node.targets if isinstance(target, ast.Name)})
-    found = bound.get(name)
+    found = bound.get("ModelNew")
     while isinstance(found, ast.Name):
         found = bound.pop(found.id, None)  # taken out, so that names of one another end
     if not isinstance(found, ast.ClassDef):
-        hint = f"Define `class {name}(nn.Module)`, or `{name} = Other` below a class Other of this file."
-        return _format_error("no_model", f"the file defines no class {name}", hint)
+        hint = "Define `class ModelNew(nn.Module)`, or `ModelNew = Other` below a class Other of this file."
+        return _format_error("no_model", "the file defines no class ModelNew", hint)
     if _has_forward(found, bound):
         return None
     hint = f"Define `def forward(self, …)` in {found.name}, a subclass of nn.Module."
