@@ -22,7 +22,6 @@ from rich.console import Console
 
 from kbrl_async.cli import preflight
 from kbrl_async.cli.shared import add_old_run, add_settings, completed, print_json, resolve, run_of, runs_and_settings
-from kbrl_async.cli.status_client import StatusClient, of_run
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import RunError, UserError
 from kbrl_async.lab.chaos.checks import BROKER_BACK_S, FILE, ChaosReport, gather, judge, render
@@ -33,6 +32,7 @@ from kbrl_async.lab.chaos.link import Link
 from kbrl_async.lab.chaos.processes import census
 from kbrl_async.runs.config import BEHIND, behind, endpoints
 from kbrl_async.runs.folder import LATEST, is_finished, load_run, plan, prepare
+from kbrl_async.runs.status_client import StatusClient, of_run
 from protocols.messages import StatusReport
 
 STEP_S = 0.05

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.live import Live
 
 from kbrl_async.cli.shared import add_run, find, print_json
-from kbrl_async.cli.status_client import StatusClient, of_run
 from kbrl_async.errors import RunError, UserError
 from kbrl_async.keyring import client_keys
 from kbrl_async.runs.config import process_counts
 from kbrl_async.runs.folder import is_finished, load_run
+from kbrl_async.runs.status_client import StatusClient, of_run
 from kbrl_async.runs.telemetry import progress
 from kbrl_async.runs.telemetry.live import View, view
 from kbrl_async.runs.telemetry.log_reading import LastErrors

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from kbrl_async.cli.status_client import StatusClient, of_run
 from kbrl_async.errors import KbrlError
+from kbrl_async.runs.status_client import StatusClient, of_run
 from kbrl_async.sampling.concurrency import Controller, Signals
 from kbrl_async.sampling.engine import EngineStats
 from protocols.messages import Stage, StatusReport

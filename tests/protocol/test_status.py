@@ -13,10 +13,10 @@ import msgspec
 import pytest
 import zmq
 
-from kbrl_async.cli.status_client import StatusClient
 from kbrl_async.cli.top import Watcher
 from kbrl_async.errors import UserError
 from kbrl_async.keyring import Keyring, client_keys
+from kbrl_async.runs.status_client import StatusClient
 from protocols import events as ev
 from protocols import framing
 from protocols import messages as msg

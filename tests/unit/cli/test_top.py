@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kbrl_async.cli import main, status_client, top
+from kbrl_async.cli import main, top
 from kbrl_async.errors import UserError
+from kbrl_async.runs import status_client
 from kbrl_async.runs.config import Config, to_yaml
 from protocols.messages import Load, StatusReport, WorkerStanding
 from services.broker.server import BrokerServer

@@ -11,8 +11,7 @@ EVALUATORS = (
     *("get_type_hints", "ForwardRef", "_eval_type", "_evaluate", "evaluate_forward_ref", "evaluate_value"),
     *("get_annotations", "singledispatch", "singledispatchmethod", "__annotations__", "_create_fn", "bltns"),
 )
-"""Names in modules that a candidate may import which turn text into code: an annotation is text that no tripwire reads.
-"""
+"""Names in modules that a candidate may import which turn text into code: no static check reads annotations."""
 
 
 def told(imports: Iterable[str], names: Iterable[str], attributes: Iterable[str]) -> str:
