@@ -98,7 +98,7 @@ async def service(
         settings = Sampler(slots=max(at_once), update=update, eager=eager, memory_share=memory_share)
         options = VLLMOptions(
             settings=settings, model=str(folder / "base"), temperature=1.0, max_staleness=2, device=device, threads=1,
-            seed=0, lora_rank=sizes.rank, roles=1, max_model_len=drawn.context,
+            seed=0, lora_rank=sizes.rank, roles=1, max_model_len=drawn.positions,
             load_format="dummy" if sizes.rank else "auto",
         )  # fmt: skip
         begun = time.monotonic()

@@ -3,7 +3,7 @@
 Beats are sent by this loop, so a loop that hangs is noticed by the broker; where the work runs in a thread, `wedge_s`
 withholds beats once nobody has called `progress` for so long while work is in flight.
 
-    handler returns Outcome ─▶ Result, again until its Ack      InfraError ─▶ Nack (tried elsewhere, never scored)
+    HandlerOutcome          ─▶ Result, again until its Ack      InfraError ─▶ Nack (tried elsewhere, never scored)
     handler returns None    ─▶ the actor calls `finish` later   Revoke     ─▶ the handler is cancelled
     RecordError             ─▶ Nack: a worker before this one appended what is no frame
     any other error         ─▶ Nack, and `run` raises it: the process ends and its nanny decides
