@@ -103,13 +103,13 @@ def study(
     have = {outcome.arm.key for outcome in found}
     arms = [arm for arm in planned(settings, corrections, staleness, seeds) if arm.key not in have]
     Verdicts(cache).close()  # made once, before workers open it all at the same time
-    crew = Crew(results, policy, cache, minutes, arms)
+    crew = ArmCrew(results, policy, cache, minutes, arms)
     started = time.monotonic()
     crew.run([core for core in CORES if core >= first_core], jobs)
     return {"arms": crew.done, "left": len(arms) - crew.done, "s": time.monotonic() - started}
 
 
-class Crew:
+class ArmCrew:
     """Worker processes on a core each; arms go out while there is time for one more."""
 
     def __init__(self, results: Path, policy: str, cache: Path, minutes: float, arms: Sequence[Arm]) -> None:

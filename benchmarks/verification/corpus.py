@@ -26,7 +26,7 @@ import msgspec
 
 from benchmarks.harness import Result, say
 from benchmarks.verification import adapters
-from benchmarks.verification.crew import Crew, Start, Task, Work
+from benchmarks.verification.crew import Crew, CrewTask, Start, Work
 from kbrl_async.errors import KbrlError, ProblemError, UserError
 from kbrl_async.kernels.backends import backend as load_backend
 from kbrl_async.kernels.backends import backends
@@ -136,13 +136,13 @@ def adapt(
     return {"ok": made > 0, "pairs": made}
 
 
-def _pairs(corpus: Path, only: str = "", repeat: int = 1) -> list[Task]:
+def _pairs(corpus: Path, only: str = "", repeat: int = 1) -> list[CrewTask]:
     folders = sorted(path for path in corpus.iterdir() if path.is_dir() and re.search(only, path.name))
     marks = [""] if repeat == 1 else [f"# {number}\n" for number in range(repeat)]
-    return [Task(folder.name + mark.strip(), (folder, mark)) for mark in marks for folder in folders]
+    return [CrewTask(folder.name + mark.strip(), (folder, mark)) for mark in marks for folder in folders]
 
 
-def run(pairs: list[Task], crew: Crew, judge: Start) -> list[CorpusOutcome]:
+def run(pairs: list[CrewTask], crew: Crew, judge: Start) -> list[CorpusOutcome]:
     """One outcome a pair; whatever a pair is, it is an outcome and no exception."""
     outcomes = []
     for row in crew.run(pairs, judge):

@@ -33,7 +33,7 @@ Start = Callable[[int, int], AbstractContextManager[Work]]
 _BEGIN_S = 120.0
 
 
-class Task(NamedTuple):
+class CrewTask(NamedTuple):
     name: str
     given: Any
 
@@ -50,7 +50,7 @@ class Crew(NamedTuple):
     is_together: bool = False
     """The first task is begun when every worker is ready."""
 
-    def run(self, tasks: Sequence[Task], start: Start) -> Iterator[Result]:
+    def run(self, tasks: Sequence[CrewTask], start: Start) -> Iterator[Result]:
         """Rows that count: those of before, then new ones as they come. A row has `name` and `state`."""
         known = rows_of(self.out) if self.out is not None else {}
         kept = {task.name: known[task.name] for task in tasks if task.name in known}
@@ -63,7 +63,7 @@ class Crew(NamedTuple):
                 lines.write(msgspec.json.encode(row) + b"\n")
                 yield row
 
-    def _alone(self, tasks: Sequence[Task], start: Start) -> Iterator[Result]:
+    def _alone(self, tasks: Sequence[CrewTask], start: Start) -> Iterator[Result]:
         until = time.monotonic() + self.seconds
         if not tasks:
             return
@@ -72,8 +72,8 @@ class Crew(NamedTuple):
                 if time.monotonic() < until:
                     yield {"name": task.name, **work(task.given)}
 
-    def _several(self, tasks: Sequence[Task], start: Start) -> Iterator[Result]:
-        left: queue.SimpleQueue[Task] = queue.SimpleQueue()
+    def _several(self, tasks: Sequence[CrewTask], start: Start) -> Iterator[Result]:
+        left: queue.SimpleQueue[CrewTask] = queue.SimpleQueue()
         done: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
         for task in tasks:
             left.put(task)
@@ -96,7 +96,7 @@ class Crew(NamedTuple):
         start: Start,
         begun: float,
         ready: threading.Barrier | None,
-        left: queue.SimpleQueue[Task],
+        left: queue.SimpleQueue[CrewTask],
         done: queue.SimpleQueue[Result | None],
     ) -> None:
         """One worker, and the next one where it is gone; None to `done` at the end."""

@@ -61,7 +61,7 @@ class Item(msgspec.Struct, frozen=True):
     """Answers that were written until this one built."""
 
 
-class Phase(msgspec.Struct, frozen=True):
+class LanePhase(msgspec.Struct, frozen=True):
     """Some of the lanes, all else equal."""
 
     lanes: int
@@ -89,9 +89,9 @@ class Asked(msgspec.Struct, frozen=True):
     quick: tuple[int, ...]
 
     @property
-    def phases(self) -> list[Phase]:
+    def phases(self) -> list[LanePhase]:
         return [
-            Phase(lanes, share, quick)
+            LanePhase(lanes, share, quick)
             for quick in map(bool, self.quick)
             for share in self.alone_share
             for lanes in self.lanes

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from benchmarks.harness import Result, say
-from benchmarks.verification.crew import Crew, Task, Work
+from benchmarks.verification.crew import Crew, CrewTask, Work
 from kbrl_async.errors import KbrlError, ProblemError
 from kbrl_async.kernels.backends.backend import LIBRARY
 from kbrl_async.kernels.funnel.verifier import default_bench
@@ -45,7 +45,7 @@ def sizes(
     rows: list[Result] = []
     teller.set(say)
     files = sorted([*problems.glob("*.py"), *problems.glob("level*/*.py")])
-    tasks = [Task(f"{path.parent.name}/{path.stem}", path) for path in files]
+    tasks = [CrewTask(f"{path.parent.name}/{path.stem}", path) for path in files]
     random.Random(0).shuffle(tasks)  # what was reached when the time is over is a sample
     crew = Crew(jobs, seconds, out=out, again=again)
     for row in crew.run(tasks, partial(verifying, device, memory_share, timing)):

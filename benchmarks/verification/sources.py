@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import CORES, Result, say
-from benchmarks.verification.crew import Crew, Task, Work
+from benchmarks.verification.crew import Crew, CrewTask, Work
 from kbrl_async.errors import KbrlError, ProblemError
 from kbrl_async.kernels.funnel import Verifier, VerifyOptions
 from kbrl_async.kernels.funnel.verifier import choose_device, default_bench
@@ -151,7 +151,7 @@ def sources(
     """`ok` where every problem that could be asked came out as it should."""
     drawn = [[(folder, problem) for problem in _drawn(folder, backend, sample, seed)] for folder in folders]
     in_turn = [one for several in itertools.zip_longest(*drawn) for one in several if one is not None]
-    tasks = [Task(f"{Path(folder).name}/{problem.problem_id}", problem) for folder, problem in in_turn]
+    tasks = [CrewTask(f"{Path(folder).name}/{problem.problem_id}", problem) for folder, problem in in_turn]
     found: dict[str, list[SourceOutcome]] = {Path(folder).name: [] for folder in folders}
     crew = Crew(jobs, seconds, patience_s=120.0, out=out, again=again)
     for row in crew.run(tasks, partial(verifying, backend)):

@@ -17,9 +17,9 @@ from kbrl_async.learning.settings import LEARNER_ENGINES
 from kbrl_async.learning.sft import without_behaviour
 from kbrl_async.runs.telemetry.live import LEARNER_FACTS
 from protocols.records import TrainBatch, TrainGroup, UpdateReport
-from services.learner.policy import Stopped, sender_of, setup_of
+from services.learner.policy import sender_of, setup_of
 from services.learner.publishing import Publisher
-from services.runtime.service import Service
+from services.runtime.service import Service, Stopped
 
 KEPT_VERSIONS = 4
 """Published versions on disk beyond the allowed lag."""

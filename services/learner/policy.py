@@ -22,11 +22,7 @@ from kbrl_async.runs.telemetry.progress import MAKING, Reporter
 from kbrl_async.weights.direct import Sender
 from protocols.records import CORRECTOR, VERIFIER
 from services.learner import ranks
-from services.runtime.service import Service
-
-
-class Stopped(Exception):  # noqa: N818 - what has happened, not what is wrong
-    """The run has stopped before there was a policy."""
+from services.runtime.service import Service, Stopped
 
 
 def setup_of(service: Service, is_stopped: Callable[[], bool]) -> LearnerSetup:

@@ -67,6 +67,10 @@ def credentials(name: str, config: Config, environment: Mapping[str, str]) -> tu
     return None, ""
 
 
+class Stopped(Exception):  # noqa: N818 - what has happened, not what is wrong
+    """The run has stopped before there was a policy."""
+
+
 class Service(msgspec.Struct, frozen=True):
     """The frame of one service process."""
 

@@ -25,7 +25,7 @@ from protocols.messages import Stage, Task
 from protocols.records import Fault, Generation, PolicyVersion, RolloutRequest
 from protocols.rollout import PROMPT_TOO_LONG
 from services.runtime.quiet import PauseGate
-from services.runtime.service import Service
+from services.runtime.service import Service, Stopped
 from services.runtime.worker import HandlerOutcome, Worker
 from services.sampler.generation import kernel_tokens, to_generation
 from services.sampler.line import LearnerLine
@@ -262,10 +262,6 @@ async def start_engine(service: Service, worker: Worker, stop: asyncio.Event) ->
     except Stopped:
         return None
     return engine
-
-
-class Stopped(Exception):  # noqa: N818 - what has happened, not what is wrong
-    """The run has stopped before there was a policy."""
 
 
 async def first_policy(service: Service, stop: asyncio.Event) -> tuple[PolicyVersion, Path]:
