@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness import Result
-from benchmarks.verification.crew import Crew, Task, Work, rows_of
+from benchmarks.verification.crew import Crew, CrewTask, Work, rows_of
 
-TASKS = [Task(name, name) for name in ("one", "dies", "two", "three")]
+TASKS = [CrewTask(name, name) for name in ("one", "dies", "two", "three")]
 
 
 @contextlib.contextmanager
