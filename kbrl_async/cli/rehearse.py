@@ -48,7 +48,14 @@ examples:
       sampler.engine=vllm
 
 What is real, what is not, and how to read it: docs/howto-model.md"""
-DEFAULTS = {"name": "rehearsal", "lora_rank": 32, "max_steps": 5, "max_minutes": None, "eval_samples": 0}
+DEFAULTS = {
+    "name": "rehearsal",
+    "lora_rank": 32,
+    "max_steps": 5,
+    "max_minutes": None,
+    "eval_samples": 0,
+    "learning_rate": 1e-6,  # at a real rate random weights leave the sampler's behind in three updates
+}
 """Below everything that is set."""
 ON_GPU = {"backend": "cuda-nvrtc", "device": "cuda", "placement": "one_gpu"}
 LEAST_TOKENS = 1024
