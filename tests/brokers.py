@@ -1,6 +1,6 @@
 """A broker that lives in the loop of a test, and workers beside it: they serve a block and are gone behind it.
 
-async with serving(Broker(beside(folder))) as broker, working(farm, bench):
+async with serving(BrokerServer(beside(folder))) as broker, working(farm, bench):
     ...
 """
 

@@ -37,12 +37,12 @@ WORKER = """
 import asyncio, signal, sys
 from kbrl_async.keyring import client_keys
 from protocols import sockets
-from services.runtime import Outcome, Worker
+from services.runtime import HandlerOutcome, Worker
 sockets.LINGER_MS = 30_000  # what is said at the end is to arrive on a slow machine too
 address, name, stage, next_stage, keys = sys.argv[1:]
 async def work(task, frames):
     await asyncio.sleep(0.02)
-    return Outcome(next_stage, [stage.encode()])
+    return HandlerOutcome(next_stage, [stage.encode()])
 async def main():
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

@@ -21,8 +21,8 @@ import asyncio, collections, json, sys, zmq
 from protocols import messages as msg
 from protocols.limits import LedgerOptions
 from services.broker.options import BrokerOptions
-from services.broker.server import Broker
-from services.runtime import Outcome, Producer, Worker
+from services.broker.server import BrokerServer
+from services.runtime import HandlerOutcome, Producer, Worker
 
 ANY = "tcp://127.0.0.1:*"
 seen, builds = collections.Counter(), collections.Counter()
@@ -30,10 +30,10 @@ seen, builds = collections.Counter(), collections.Counter()
 async def score(task, frames):
     seen[task.task_id] += 1
     builds.update(frame.decode() for frame in frames[1:])
-    return Outcome()
+    return HandlerOutcome()
 
 async def main():
-    broker = Broker(BrokerOptions(sys.argv[1], ANY, ANY, ledger=LedgerOptions(heartbeat_s=0.2)))
+    broker = BrokerServer(BrokerOptions(sys.argv[1], ANY, ANY, ledger=LedgerOptions(heartbeat_s=0.2)))
     serving = asyncio.create_task(broker.run())
     while not hasattr(broker, "ledger"):
         await asyncio.sleep(0.01)
@@ -61,13 +61,13 @@ asyncio.run(main())
 WORKER = """
 import asyncio, signal, sys
 from protocols import messages as msg, sockets
-from services.runtime import Outcome, Worker
+from services.runtime import HandlerOutcome, Worker
 sockets.LINGER_MS = 30_000  # what is said at the end is to arrive on a slow machine too
 address, stage, next_stage = sys.argv[1:]
 build = "next" if FIELD in msg.Hello.__struct_fields__ else "today"
 async def work(task, frames):
     await asyncio.sleep(0.02)
-    return Outcome(next_stage, [f"{stage} {build}".encode()])
+    return HandlerOutcome(next_stage, [f"{stage} {build}".encode()])
 async def main():
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

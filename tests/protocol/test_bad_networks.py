@@ -79,10 +79,10 @@ async def test_workers_that_beat_while_the_disk_held_the_broker_up_keep_their_le
 
 BENCH = """
 import asyncio, sys
-from services.runtime import Outcome, Worker
+from services.runtime import HandlerOutcome, Worker
 async def work(task, frames):
     await asyncio.to_thread(sys.stdin.readline)
-    return Outcome()
+    return HandlerOutcome()
 asyncio.run(Worker(sys.argv[1], "bench", ["bench"], 1, work).run())
 """
 
@@ -222,11 +222,11 @@ def test_a_name_that_is_not_known_is_told_with_the_reason_of_the_resolver() -> N
 LATE = """
 import asyncio, sys
 from protocols import sockets
-from services.runtime import Outcome, Worker, worker
+from services.runtime import HandlerOutcome, Worker, worker
 worker.LONELY_S = 0.3
 sockets.needs_keys = lambda address: False  # the name stands for loopback here
 async def work(task, frames):
-    return Outcome()
+    return HandlerOutcome()
 asyncio.run(Worker(sys.argv[1], "late", ["compile"], 1, work).run())
 """
 
@@ -395,7 +395,7 @@ def test_a_peer_that_vanishes_without_a_word_loses_its_lease_and_finds_back_with
 QUIETLY = """
 import asyncio, sys
 from kbrl_async.keyring import client_keys
-from services.runtime import Outcome, Worker
+from services.runtime import HandlerOutcome, Worker
 async def work(task, frames):
     await asyncio.sleep(3600)
 asyncio.run(Worker(sys.argv[1], "away.bench", ["bench"], 1, work, keys=client_keys(sys.argv[2])).run())

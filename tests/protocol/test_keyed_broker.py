@@ -188,10 +188,10 @@ def test_no_secret_is_in_the_log_of_a_broker_process(tmp_path: Path) -> None:
     site = Site(tmp_path)
     code = (
         "import asyncio, sys\n"
-        "from services.broker.options import BrokerOptions\nfrom services.broker.server import Broker\n"
+        "from services.broker.options import BrokerOptions\nfrom services.broker.server import BrokerServer\n"
         "from kbrl_async.runs.telemetry import logs\nfrom pathlib import Path\n"
         "logs.configure('broker', Path(sys.argv[1]), 'debug')\n"
-        f"b = Broker(BrokerOptions(sys.argv[1], {ANY!r}, {ANY!r}, keys=sys.argv[1] + '/keys'))\n"
+        f"b = BrokerServer(BrokerOptions(sys.argv[1], {ANY!r}, {ANY!r}, keys=sys.argv[1] + '/keys'))\n"
         "async def main():\n"
         "    stop = asyncio.Event()\n    asyncio.get_running_loop().call_later(0.5, stop.set)\n    await b.run(stop)\n"
         "    print(b.options, b.gate.keys, b.gate.guard.peers)\n"

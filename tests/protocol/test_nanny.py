@@ -55,10 +55,10 @@ from services.runtime.nanny import run_service
 
 async def main(stop):
     from services.broker.options import BrokerOptions
-    from services.broker.server import Broker
+    from services.broker.server import BrokerServer
     from services.runtime.addresses import addresses
     found = addresses(sys.argv[1])
-    await Broker(BrokerOptions(sys.argv[1], found.submit, found.work)).run(stop)
+    await BrokerServer(BrokerOptions(sys.argv[1], found.submit, found.work)).run(stop)
 
 if __name__ == "__main__":
     run_service("broker", main)

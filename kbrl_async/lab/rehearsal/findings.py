@@ -85,9 +85,10 @@ def find(
     """
     if not samples:
         raise UserError("the rehearsal ended before its processes had begun", "Give it more time")
-    observed = plan.observe(samples) if _has_trained(samples) else plan.so_far(samples)
+    has_trained = _has_trained(samples)
+    observed = plan.observe(samples) if has_trained else plan.so_far(samples)
     metrics = [update.metrics for update in updates]
-    bottleneck, changes = _bounds(config, observed) if observed.updates else ("", [])
+    bottleneck, changes = _bounds(config, observed) if has_trained else ("", [])
     return RehearsalFindings(
         first_answer_s=_since(samples, lambda sample: _tokens(sample) > 0),
         first_update_s=_since(samples, lambda sample: sample.policy_version > 0),

@@ -22,7 +22,7 @@ from kbrl_async.runs.config import Config
 from kbrl_async.runs.planning import plan_of
 from kbrl_async.runs.run_memory import RunSnapshot
 from kbrl_async.runs.run_state import RunState
-from kbrl_async.runs.settings import ArchiveReader as ArchiveSettings
+from kbrl_async.runs.settings import Archive as ArchiveSettings
 from protocols.messages import Stage, Status, Task
 from protocols.records import (
     BenchReport,
