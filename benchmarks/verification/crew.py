@@ -31,6 +31,7 @@ Work = Callable[[Any], Result]
 Start = Callable[[int, int], AbstractContextManager[Work]]
 """Given a worker's number and how many there are: in its process, what does a task. It has to be importable."""
 _BEGIN_S = 120.0
+_LOST = {"state": "host", **dict.fromkeys(("message", "why"), "its process died or was silent")}
 
 
 class CrewTask(NamedTuple):
@@ -114,10 +115,7 @@ class Crew(NamedTuple):
                 row = worker.ask(task.given, self.patience_s)
                 if row is None:
                     worker.close()
-                    worker, row = (
-                        None,
-                        {"state": "host", **dict.fromkeys(("message", "why"), "its process died or was silent")},
-                    )
+                    worker, row = None, _LOST
                 done.put({"name": task.name, **row})
         except queue.Empty:
             pass

@@ -175,12 +175,7 @@ class Worker:
     def finish(self, task: msg.Task, outcome: HandlerOutcome) -> None:
         """Report a task whose handler returned None."""
         result = msg.Result(
-            task.task_id,
-            task.lease_id,
-            outcome.next_stage,
-            outcome.policy_version,
-            task.group_id,
-            outcome.chance,
+            task.task_id, task.lease_id, outcome.next_stage, outcome.policy_version, task.group_id, outcome.chance
         )
         self.meter.done += 1
         self.meter.tokens += outcome.tokens

@@ -120,14 +120,12 @@ class References:
 
     def forget(self) -> None:
         """Keeps none; processes that may serve others stay."""
-        while self._kept:
-            self._kept.popitem()[1].close()
+        self._close_kept()
         self._device.rest(0)
 
     def give_way(self, tick: Tick) -> None:
         """Nothing is kept any more, and the device has had time to find memory again."""
-        while self._kept:
-            self._kept.popitem()[1].close()
+        self._close_kept()
         self._device.give_way(tick)
 
     def settle(self) -> None:
@@ -144,6 +142,9 @@ class References:
         family.close()
 
     def close(self) -> None:
+        self._close_kept()
+        self._device.close()
+
+    def _close_kept(self) -> None:
         while self._kept:
             self._kept.popitem()[1].close()
-        self._device.close()

@@ -85,10 +85,10 @@ def find(
     """
     if not samples:
         raise UserError("the rehearsal ended before its processes had begun", "Give it more time")
-    has_trained = _has_trained(samples)
-    observed = plan.observe(samples) if has_trained else plan.so_far(samples)
+    trained = _trained(samples)
+    observed = plan.so_far(samples) if trained is None else trained
     metrics = [update.metrics for update in updates]
-    bottleneck, changes = _bounds(config, observed) if has_trained else ("", [])
+    bottleneck, changes = ("", list[str]()) if trained is None else _bounds(config, trained)
     return RehearsalFindings(
         first_answer_s=_since(samples, lambda sample: _tokens(sample) > 0),
         first_update_s=_since(samples, lambda sample: sample.policy_version > 0),
@@ -109,11 +109,13 @@ def find(
     )
 
 
-def _has_trained(samples: Sequence[SystemSample]) -> bool:
+def _trained(samples: Sequence[SystemSample]) -> RunObservation | None:
+    """The window of training; None before the first update."""
     try:
-        return plan.observe(samples).updates > 0
+        found = plan.observe(samples)
     except UserError:
-        return False
+        return None
+    return found if found.updates > 0 else None
 
 
 def _bounds(config: Config, observed: RunObservation) -> tuple[str, list[str]]:
