@@ -118,7 +118,8 @@ class Commands:
         below = parser.add_subparsers(dest="command", required=True, metavar="command")
         for name, function in self.functions.items():
             text = inspect.getdoc(function) or ""
-            shown: dict[str, Any] = {} if name in self._inner else {"help": text.partition("\n")[0]}
+            first = text.partition("\n")[0].replace("%", "%%")  # argparse fills in the help, not the description
+            shown: dict[str, Any] = {} if name in self._inner else {"help": first}
             added = below.add_parser(name, description=text, formatter_class=plain, **shown)
             for parameter in inspect.signature(function, eval_str=True).parameters.values():
                 _add_option(added, parameter)

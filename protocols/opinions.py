@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from protocols.records import BenchReport, BuildReport, Fault, Timing, Verdict
+from protocols.records import CLEARLY_SLOWER, SPARED_SETS, BenchReport, BuildReport, Fault, Timing, Verdict
 
 _CRASHES = frozenset({Fault.RUNTIME_ERROR, Fault.TIMEOUT, Fault.OUT_OF_MEMORY, Fault.ILLEGAL_ACCESS})
 """An endless loop or a wild pointer ends one way here and another way there."""
 _PASSED_APART = 0.5
 """Secret inputs differ between two verifications, so does how many of them a wrong kernel passes by luck."""
-_BY_BYTES = "gcc "
+BY_BYTES = "gcc "
 """How the names of toolchains begin whose builds of one name are equal byte by byte."""
 Report = BenchReport | BuildReport
 _decode: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decode
@@ -56,13 +56,15 @@ def _read(opinion: Sequence[bytes]) -> Report | None:
 def agree(first: Report, second: Report, tolerance: float) -> bool:
     if isinstance(first, BuildReport) or isinstance(second, BuildReport):
         return isinstance(first, BuildReport) and isinstance(second, BuildReport) and _same_build(first, second)
+    if _is_spared(first, second) or _is_spared(second, first):
+        return True
     return _same_verdict(first.verdict, second.verdict) and _same_timing(first.timing, second.timing, tolerance)
 
 
 def _same_build(first: BuildReport, second: BuildReport) -> bool:
     if first.fault is not second.fault or first.artifacts.keys() != second.artifacts.keys():
         return False
-    is_comparable = first.toolchain == second.toolchain and first.toolchain.startswith(_BY_BYTES)
+    is_comparable = first.toolchain == second.toolchain and first.toolchain.startswith(BY_BYTES)
     return not is_comparable or first.artifacts == second.artifacts
 
 
@@ -70,6 +72,14 @@ def _same_verdict(first: Verdict, second: Verdict) -> bool:
     if first.fault is not second.fault:
         return first.fault in _CRASHES and second.fault in _CRASHES
     return first.fault is Fault.OK or abs(_share(first) - _share(second)) <= _PASSED_APART
+
+
+def _is_spared(right: BenchReport, wrong: BenchReport) -> bool:
+    """Whether one was right to call a slow kernel right by few sets, of which the other drew one that it fails."""
+    timing, of_right, of_wrong = right.timing, right.verdict, wrong.verdict
+    is_slow = timing is not None and _is_sound(timing) and timing.hi < CLEARLY_SLOWER
+    is_right = is_slow and of_right.fault is Fault.OK and of_right.total <= SPARED_SETS
+    return is_right and of_wrong.fault is Fault.INCORRECT and _share(of_wrong) >= _PASSED_APART
 
 
 def _share(verdict: Verdict) -> float:

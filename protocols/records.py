@@ -255,6 +255,9 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
 
 TIMING_CONFIDENCE = 0.98
 """Of a speedup's interval, two-sided, at all looks together: a speedup that is not there is claimed in at most 1 %."""
+CLEARLY_SLOWER, SPARED_SETS = 0.8, 3
+"""Of a kernel whose speedup lies below the first, how much slower it is earns little, so that it may be found right
+by so few secret sets (`timing_bench.check_s`)."""
 DISTURBED = "disturbed"
 """Why sampling stopped where others had the core most of the time."""
 WIDEST = 10.0

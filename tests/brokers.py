@@ -60,7 +60,7 @@ async def working(*workers: Worker, may_fail: bool = False) -> AsyncIterator[Non
 
 def endpoints(broker: BrokerServer) -> list[str]:
     """Where it really is, if its addresses left the port open: for producers, for workers, for viewers."""
-    return [_endpoint(router.socket) for router in broker._bound]
+    return [_endpoint(router.socket) for router in broker.bound]
 
 
 def _endpoint(socket: zmq.Socket[bytes]) -> str:

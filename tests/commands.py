@@ -99,6 +99,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "kbrl compare start=fusion/evals/start-0,fusion/evals/start-1 "
         "grpo=fusion/evals/grpo-0,fusion/evals/grpo-1 sft=fusion/evals/sft-0,fusion/evals/sft-1",
         "kbrl problems generate 100 --near runs/default --seed 5 --out edge",
+        "kbrl plan default --verifiers --rollouts-per-hour 100000",
         "kbrl train problems=edge model_name=runs/default name=on-the-edge",
     ),
     "needs the hub or an endpoint": (
@@ -130,6 +131,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "python -m services.reward_aggregator",
         "python -m services.compile_farm",
         "honcho start -c compile_farm=2",
+        "KBRL_PROCESSES__VERIFIER=2 honcho start -c verifier=2",
         "tensorboard --logdir runs",
         "prometheus --config.file=deploy/prometheus/prometheus.yml",
     ),
@@ -139,6 +141,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "needs another host: tests/chaos/test_workers_of_other_hosts.py": (
         "kbrl worker compile --connect tcp://broker:5756 --keys host7-compile",
         "kbrl worker bench --connect tcp://broker:5756 --keys host7",
+        "kbrl worker verify --connect tcp://broker:5756 --keys host8",
         "kbrl top --connect tcp://host:5757 --keys observer",
     ),
     "needs root, a cluster or a queue: tests/unit/deploy holds the files": (

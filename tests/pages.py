@@ -43,10 +43,10 @@ class Command(msgspec.Struct, frozen=True):
 
 
 class Page:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, text: str | None = None) -> None:
         self.path = path
         self.name = path.relative_to(ROOT).as_posix()
-        self._lines = path.read_text(encoding="utf-8").splitlines()
+        self._lines = (path.read_text(encoding="utf-8") if text is None else text).splitlines()
 
     @cached_property
     def blocks(self) -> list[Block]:

@@ -169,7 +169,7 @@ class SamplerLegs:
 
     @property
     def meter(self) -> Any:
-        return self.engine._meter
+        return self.engine.meter
 
     async def bare(self, at_once: int, seconds: float) -> float:
         """`at_once` callers that ask the AsyncLLM itself, one answer after the other."""
@@ -192,7 +192,7 @@ class SamplerLegs:
                     **({"flat_logprobs": True} if self.engine._parts.flat_logprobs else {}),
                 )
                 key = f"bare-{id(source)}-{name}-{turn}"
-                async for _ in self.engine._llm.generate(prompt, params, key, **self.engine._with_lora(served)):
+                async for _ in self.engine._llm.generate(prompt, params, key, **self.engine.with_lora(served)):
                     pass
 
         callers = [asyncio.create_task(caller(name)) for name in range(at_once)]
@@ -323,7 +323,7 @@ async def note_facts(engine: VLLMEngine, folder: Path, rank: int) -> None:
 
 async def canary_logprobs(engine: VLLMEngine, served: Served) -> list[float]:
     """Of the canary's tokens from the second on."""
-    output = await engine._ask_as(served)(CANARY, {"temperature": 1.0, "prompt_logprobs": 0, "logprobs": COMPARED})
+    output = await engine.ask_as(served)(CANARY, {"temperature": 1.0, "prompt_logprobs": 0, "logprobs": COMPARED})
     return [row[token] for row, token in zip(rows(output.prompt_logprobs)[1:], CANARY[1:], strict=True)]
 
 

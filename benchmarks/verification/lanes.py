@@ -283,7 +283,7 @@ def _lane(
                 continue
             bench = judge.bench
             _map_often(not phase.is_quick)
-            bench._options = msgspec.structs.replace(bench._options, alone_share=phase.alone_share)
+            bench.options = msgspec.structs.replace(bench.options, alone_share=phase.alone_share)
             for problem, item in _items(work, is_over, place):
                 row, report = _judged(judge, problem, item, timing, windows)
                 if asked.timers and row.fault == Fault.OK:
@@ -305,7 +305,7 @@ def _map_often(is_so: bool) -> None:
 
 def _neighbours(judge: Judge) -> str:
     """On its GPU, whose memory is waited for."""
-    reservations = getattr(judge.bench._device, "_reservations", None)
+    reservations = getattr(judge.bench._device, "reservations", None)
     return "" if reservations is None else f", beside {len(reservations.others)}"
 
 
@@ -391,7 +391,13 @@ def _judged(
     token = spans.set(pieces)
     with windows.turns.working():
         report = judge.judge(
-            problem, item.candidate, item.build, timing=timing, tick=windows.turns.breathe, verified=verified
+            problem,
+            item.candidate,
+            item.build,
+            timing=timing,
+            tick=windows.turns.breathe,
+            verified=verified,
+            group=problem.problem_id,
         )
     spans.reset(token)
     ended, verdict, timed = time.time(), report.verdict, report.timing

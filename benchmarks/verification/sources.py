@@ -33,7 +33,7 @@ from kbrl_async.kernels.funnel.verifier import choose_device, default_bench
 from kbrl_async.kernels.importing import JOURNAL, ImportedRow
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.kernels.verify.checks import DEGENERATE_NOTE
-from protocols.records import Candidate, Fault, Problem
+from protocols.records import Candidate, Fault, Problem, Verdict
 
 Backend = Literal["c", "triton", "cuda-nvrtc"]
 State = Literal[
@@ -43,7 +43,7 @@ State = Literal[
 """`too lazy`: the own kernel's share of a long computation is below what counts. `proves nothing`: the verdict itself
 says that zeros, a constant or an input would be right.
 """
-TOO_LAZY = "of the computing time"
+TOO_LAZY = ("of the computing time", "of the GPU time")
 DECOYS = ("decoy_kernel", "no_own_kernel")
 _BODY = """
 
@@ -129,13 +129,16 @@ WAYS: dict[str, Way] = {
 
 
 class SourceOutcome(msgspec.Struct, frozen=True):
-    """Of one problem. `seconds`: of the lazy candidate from its source to its verdict."""
+    """Of one problem. `seconds`: of the lazy candidate from its source to its verdict; `trust` and `evidence` are its
+    verdict's; where a decoy is what is wrong, the decoy's.
+    """
 
     problem_id: str
     state: State
     why: str = ""
     seconds: float = 0.0
     trust: str = ""
+    evidence: str = ""
 
 
 def sources(
@@ -144,6 +147,7 @@ def sources(
     sample: Annotated[int, "problems of each, drawn; 0: all"] = 150,
     jobs: Annotated[int, "processes, each with cores of its own"] = 1,
     seconds: Annotated[float, "for all of them; what is left then is not verified"] = 600.0,
+    memory_share: Annotated[float, "of a GPU's memory that one may plan with; 0: as much as all others"] = 0.0,
     seed: int = 0,
     again: Annotated[tuple[str, ...], "states that are verified again all the same"] = (),
     out: Annotated[Path | None, "a file with one JSON object a problem; what is in it is not verified again"] = None,
@@ -154,7 +158,7 @@ def sources(
     tasks = [CrewTask(f"{Path(folder).name}/{problem.problem_id}", problem) for folder, problem in in_turn]
     found: dict[str, list[SourceOutcome]] = {Path(folder).name: [] for folder in folders}
     crew = Crew(jobs, seconds, patience_s=120.0, out=out, again=again)
-    for row in crew.run(tasks, partial(verifying, backend)):
+    for row in crew.run(tasks, partial(verifying, backend, memory_share)):
         source, _, problem_id = row["name"].partition("/")
         found[source].append(msgspec.convert({"problem_id": problem_id, **row}, SourceOutcome))
         say(f"{row['state']:24} {row['name']} {row.get('why', '')[:140]}")
@@ -179,8 +183,9 @@ def judged(problem: Problem, backend: Backend, verifier: Verifier) -> SourceOutc
         spent = round(time.monotonic() - begun, 2)
         if lazy.fault is not Fault.OK:
             state: State = "no tensor" if "max() " in lazy.message else "lazy refused"
-            state = "too lazy" if TOO_LAZY in lazy.message else state
-            return SourceOutcome(problem.problem_id, state, f"{lazy.fault} {lazy.rule}: {lazy.message}"[:400], spent)
+            state = "too lazy" if any(words in lazy.message for words in TOO_LAZY) else state
+            why = f"{lazy.fault} {lazy.rule}: {lazy.message}"[:400]
+            return SourceOutcome(problem.problem_id, state, why, spent, *_told_of(lazy))
         decoy = verifier.verify(problem, made(problem, backend, lazy=False)).verdict
     except ProblemError as error:
         return SourceOutcome(
@@ -189,14 +194,18 @@ def judged(problem: Problem, backend: Backend, verifier: Verifier) -> SourceOutc
     except KbrlError as error:
         verifier.restart()
         return SourceOutcome(problem.problem_id, "host", f"{type(error).__name__}: {error}"[:400])
-    trust = f"{lazy.trust} {lazy.trust_reason}".strip()
     if decoy.rule in DECOYS:
-        return SourceOutcome(problem.problem_id, "as it should", "", spent, trust)
+        return SourceOutcome(problem.problem_id, "as it should", "", spent, *_told_of(lazy))
     why = f"{decoy.fault} {decoy.rule}: {decoy.message}"[:400]
     if decoy.fault is not Fault.OK:
-        return SourceOutcome(problem.problem_id, "decoy refused otherwise", why, spent, trust)
+        return SourceOutcome(problem.problem_id, "decoy refused otherwise", why, spent, *_told_of(decoy))
     is_known = DEGENERATE_NOTE in decoy.evidence
-    return SourceOutcome(problem.problem_id, "proves nothing" if is_known else "decoy accepted", why, spent, trust)
+    state = "proves nothing" if is_known else "decoy accepted"
+    return SourceOutcome(problem.problem_id, state, why, spent, *_told_of(decoy))
+
+
+def _told_of(verdict: Verdict) -> tuple[str, str]:
+    return f"{verdict.trust} {verdict.trust_reason}".strip(), verdict.evidence[:300]
 
 
 def _drawn(folder: str, backend: Backend, sample: int, seed: int) -> list[Problem]:
@@ -211,10 +220,10 @@ def _drawn(folder: str, backend: Backend, sample: int, seed: int) -> list[Proble
 
 
 @contextlib.contextmanager
-def verifying(backend: Backend, number: int, jobs: int) -> Iterator[Work]:
+def verifying(backend: Backend, memory_share: float, number: int, jobs: int) -> Iterator[Work]:
     """What a worker does with a problem."""
     own = tuple(CORES[number::jobs]) or (CORES[number % len(CORES)],)
-    bench = msgspec.structs.replace(default_bench(own), memory_share=1 / jobs, deadline_s=30.0)
+    bench = msgspec.structs.replace(default_bench(own), memory_share=memory_share or 1 / jobs, deadline_s=30.0)
     limits = msgspec.structs.replace(bench.limits, memory_bytes=int(bench.limits.memory_bytes / jobs))
     options = VerifyOptions(timing=False, cores=own, bench=msgspec.structs.replace(bench, limits=limits))
     with Verifier(None, options) as verifier:

@@ -83,7 +83,7 @@ async def reward_of(answer: str, problem: str, options: RewardOptions | None = N
     options = (options or RewardOptions()).resolved()
     if options.server:
         return await _from_service(answer, problem, options)
-    return await asyncio.wrap_future(_submit(_from_here(answer, problem, options)))
+    return await asyncio.wrap_future(_submit(reward_from_here(answer, problem, options)))
 
 
 async def reward_or_none(answer: str, problem: str, options: RewardOptions | None = None) -> float | None:
@@ -122,7 +122,7 @@ def _submit(work: Coroutine[Any, Any, ReturnT]) -> concurrent.futures.Future[Ret
 _verifiers: dict[tuple[int, int, str], AsyncVerifier] = {}
 
 
-async def _from_here(answer: str, problem: str, options: RewardOptions) -> float:
+async def reward_from_here(answer: str, problem: str, options: RewardOptions) -> float:
     from kbrl_async.kernels.funnel import AsyncVerifier
     from kbrl_async.rollouts.rewards.results import reward
 

@@ -196,7 +196,7 @@ COMMANDS = {
     ),
     "plan": Command(
         SETUP,
-        "how many processes a throughput needs, from measured stage times",
+        "processes for a throughput, what a run costs, where a model fits",
         "kbrl plan default --rollouts-per-hour 100000",
         "a second",
     ),

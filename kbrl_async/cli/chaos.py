@@ -21,6 +21,7 @@ import msgspec
 from rich.console import Console
 
 from kbrl_async.cli import preflight
+from kbrl_async.cli.launch import undone_at_signals
 from kbrl_async.cli.shared import add_old_run, add_settings, completed, print_json, resolve, run_of, runs_and_settings
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import RunError, UserError
@@ -70,33 +71,13 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print_json(faults, pretty=True)
         return 0
-    with _undone_at_signals():
-        report = _own_run(args, faults) if args.train else _running(args, faults)
+    with undone_at_signals():
+        report = _own_run(args, faults) if args.train else on_running(args, faults)
     if args.json:
         print_json(report, pretty=True)
     else:
         Console().print(render(report))
     return 0 if report.ok else RunError.exit_code
-
-
-@contextlib.contextmanager
-def _undone_at_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end us as Ctrl-C does: by an exception, so that every fault that is open is undone."""
-
-    def leave(number: int, _frame: object) -> None:
-        for other in before:
-            signal.signal(other, signal.SIG_IGN)  # a second one must not end the undoing
-        raise SystemExit(128 + number)
-
-    found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}  # nohup stays so
-    try:
-        for number in before:
-            signal.signal(number, leave)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def chosen(args: argparse.Namespace) -> list[PlannedFault]:
@@ -135,7 +116,7 @@ def _kinds(args: argparse.Namespace) -> tuple[FaultKind, ...]:
 # ── a run that goes on ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _running(args: argparse.Namespace, faults: list[PlannedFault]) -> ChaosReport:
+def on_running(args: argparse.Namespace, faults: list[PlannedFault]) -> ChaosReport:
     run_dir = run_of(args)
     if is_finished(run_dir) or not census(run_dir):
         raise UserError(f"{run_dir} is not running here", "Start it, or let kbrl chaos start one: --train")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,15 +13,17 @@ from rich.table import Table
 
 from kbrl_async.cli.shared import print_json, say, table
 from kbrl_async.errors import UserError
+from kbrl_async.runs.config.loading import resolve
+from kbrl_async.runs.config.sources import Setting
 from kbrl_async.runs.sizing.footprint import BF16, GB
-from kbrl_async.runs.sizing.layout import Advice, LayoutRow, Wish, as_tree, capacity_of, recommend
+from kbrl_async.runs.sizing.layout import Advice, LayoutRow, Wish, as_tree, by_gpu, capacity_of, recommend, tenants
 from kbrl_async.shapes import read_shape
 
 RANK, LENGTH = 32, 8192
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = parser.add_argument_group("what fits, before any run (--model and --gpus)").add_argument
     add("--gpus", type=int, metavar="N", help="what of --model fits on N GPUs, and with which settings; nothing is run")
     add("--gpu-memory", type=float, metavar="GB", help="with --gpus: of one GPU, in 10^9 bytes, in place of --gpu NAME")
     add(
@@ -89,7 +91,20 @@ def show(advice: Advice, console: Console) -> None:
         f"for {wish.gpus} × {wish.capacity / GB:.0f} GB; save it as model.yaml, then kbrl train --config model.yaml",
         console,
     )
+    say("\n".join(_together(advice)), console)
     say(yaml.safe_dump(as_tree(advice.settings), sort_keys=False).rstrip(), console)
+
+
+def _together(advice: Advice) -> Iterator[str]:
+    """What each GPU holds by these settings, all who share it; GPUs that hold the same in one line."""
+    config = resolve([Setting(key, value, "plan") for key, value in advice.settings.items()])
+    held: dict[str, list[int]] = {}
+    for place, here in by_gpu(tenants(config, advice.shape, advice.wish.capacity)).items():
+        parts = " + ".join(f"{t.name.partition('.')[0]} {t.footprint.total / GB:.1f}" for t in here)
+        whole = f" = {sum(t.footprint.total for t in here) / GB:.1f}" if len(here) > 1 else ""
+        held.setdefault(f"{parts}{whole} GB", []).append(place)
+    for parts, places in held.items():
+        yield f"# GPU {places[0]}{f' to {places[-1]}' if len(places) > 1 else ''}: {parts}"
 
 
 SHOWN = 4
@@ -97,7 +112,7 @@ SHOWN = 4
 
 
 def _table(rows: Sequence[LayoutRow], wish: Wish) -> Table:
-    title = f"Memory of one GPU, {wish.capacity / GB:.0f} GB"
+    title = f"Memory of one GPU, {wish.capacity / GB:.0f} GB, for each alone"
     made = table(("", "GPUs", "GB on each", "fits", "largest parts, GB"), title, ("GPUs", "GB on each"))
     for row in rows:
         parts = sorted(row.footprint.parts, key=lambda name: -row.footprint.parts[name])[:SHOWN]

@@ -275,6 +275,27 @@ def python_service(name: str) -> str:
     return python_module(f"services.{name}")
 
 
+@contextlib.contextmanager
+def undone_at_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end us as Ctrl-C does: by an exception, so that what is open is undone."""
+
+    def leave(number: int, _frame: object) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)  # a second one must not end the undoing
+        print("stopped", file=sys.stderr)
+        raise SystemExit(128 + number)
+
+    found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}  # nohup stays so
+    try:
+        for number in before:
+            signal.signal(number, leave)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
 def python_module(name: str) -> str:
     """The shell command of a module; `exec` makes the shell the module's process, so that signals reach it."""
     return f"exec {shlex.quote(sys.executable)} -m {name}"

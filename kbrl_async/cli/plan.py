@@ -22,12 +22,16 @@ from kbrl_async.kernels.backends import runs_on_gpu
 from kbrl_async.kernels.problems.split import HELDOUT
 from kbrl_async.lab import cost
 from kbrl_async.lab import plan as planning
+from kbrl_async.lab.apart import with_verifiers
 from kbrl_async.lab.cost import Bill, Machine
 from kbrl_async.lab.plan import TARGET, AdmissionWindow, Capacity, RunObservation
+from kbrl_async.runs.archive.archive import FILE, ArchiveReader
 from kbrl_async.runs.config import Config, available_cores, environment, load, placement
 from kbrl_async.runs.folder import LATEST, SUMMARY_FILE, load_run
 from kbrl_async.runs.problems import problems_of
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
+from protocols.messages import Stage
+from protocols.records import Purpose
 
 ENOUGH_UPDATES = 4
 """With fewer, half a run says nothing."""
@@ -39,6 +43,8 @@ examples:
                                            generation and updates scaled by size
   kbrl plan --rollouts-per-hour 20000 \\
       --times generate=0.4,compile=1.1,bench=2.5,train=0.3
+  kbrl plan default --verifiers            the same run's work, if verifiers did
+                                           all of a bench's but the timing
   kbrl plan --price core=0.04              what the newest run has cost, and
                                            will; it may be running
   kbrl plan default --for configs/gpu.yaml --price H100=2.49 --gpu H100
@@ -51,9 +57,10 @@ Formulas, and what to scale on: docs/capacity.md"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    add = parser.add_argument
     add_run(parser)
     add_old_run(parser)
+    parser.add_argument("--json", action="store_true", help="the plan as JSON")
+    add = parser.add_argument_group("how many processes, from a run or from --times").add_argument
     add("--rollouts-per-hour", type=float, metavar="N", help="scored answers an hour; default: what the run reached")
     add(
         "--times",
@@ -62,14 +69,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="seconds of one sampler, core, bench or learner per rollout: they replace measured ones",
     )
-    add("--model", metavar="FOLDER|NAME", help="plan for this model, such as 7B: scales generation and updates")
+    add(
+        "--model",
+        metavar="FOLDER|NAME",
+        help="as many times as much for generation and updates as this model is larger, such as 7B; with --gpus: what"
+        " must fit",
+    )
+    add("--verifiers", action="store_true", help="plan as if verifiers proved kernels right and benches only timed")
     add("--utilisation", type=float, default=TARGET, metavar="U", help=f"largest share of busy time ({TARGET})")
     add("--variability", type=float, default=1.0, metavar="C", help="of arrivals and times: 1 Poisson, more in bursts")
+    add = parser.add_argument_group("what it costs").add_argument
     add("--for", dest="wanted", metavar="FILE", type=Path, help="say what a run of this configuration would cost")
     add("--price", metavar="NAME=PRICE", action="append", default=[], help="of an hour, beside cost.prices: H100=2.49")
     add("--gpu", metavar="NAME", default="", help="the GPUs' name, for prices and --gpus; default: this machine's")
     fitting.add_to(parser)
-    add("--json", action="store_true", help="the plan as JSON")
 
 
 class PlanBasis(msgspec.Struct, frozen=True):
@@ -87,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         return fitting.run(args)
     times = parse_times(args.times)
     measured = _told(times) if times and _names_no_run(args) else _of_run(run_of(args))
-    observed = measured.observed.replaced(times)
+    observed = _apart(args, measured).replaced(times)
     factor = 1.0
     if args.model is not None:
         factor = model_factor(args.model, measured)
@@ -109,6 +122,19 @@ def run(args: argparse.Namespace) -> int:
     if bills and all(of.money is None for of in bills.values()):
         say("in money: set cost.prices, or give --price gpu=2.49 or --price core=0.04, of an hour")
     return 0
+
+
+def _apart(args: argparse.Namespace, measured: PlanBasis) -> RunObservation:
+    """What was measured, with the work of verifiers apart where they are asked for and the run had none."""
+    wanted = args.wanted is not None and _paid(args, measured).processes.verifier > 0
+    observed = measured.observed
+    if not args.verifiers and (not wanted or not measured.samples or observed.visits(Stage.VERIFY)):
+        return observed
+    if not measured.samples:
+        raise UserError("--times says what each stage costs", "Give verify=SECONDS there, and leave --verifiers out")
+    with ArchiveReader(Path(measured.source) / FILE) as archive:
+        records = (archive.record(row.task_id) for row in archive.rows(purpose=Purpose.TRAIN))
+        return with_verifiers(observed, (r.bench for r in records if r is not None and r.bench is not None))
 
 
 def _paid(args: argparse.Namespace, measured: PlanBasis) -> Config:
@@ -237,6 +263,7 @@ def closing_lines(found: Capacity) -> Iterator[str]:
     )
     learner = next(resource for resource in found.resources if resource.stage == "train")
     yield f"learner: busy {learner.load:.0%} of the time"
+    yield "so many: " + " ".join(f"{key}={count}" for key, count in found.settings.items())
     for problem in found.problems:
         yield f"not reachable: {problem}"
 

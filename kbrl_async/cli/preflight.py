@@ -61,6 +61,7 @@ def check(plan: Run, *, starts_here: bool = True) -> None:
     check_problems(config)
     check_files(config)
     check_policy(config)
+    check_length(config)
     check_policy_url(config.policy_url)
     check_engine(config)
     check_extras(config)
@@ -127,6 +128,8 @@ def check_files(config: Config) -> None:
 
 def check_policy(config: Config) -> None:
     """A policy that is a folder is there and holds a model; a name is looked up when it is loaded."""
+    if config.model_name == SMALL:  # else refused as a missing run, where one works below log_path
+        return
     folder, root = Path(config.model_name).expanduser(), Path(config.log_path).expanduser()
     if any((folder / name).is_file() for name in ("config.json", MANIFEST)):  # a model, or a policy
         return
@@ -206,6 +209,14 @@ def check_devices(config: Config, gpus: Sequence[placement.Gpu]) -> None:
         raise MissingTool(f"{wanted}: this PyTorch computes on CPUs only", f"Install one for CUDA, or use {otherwise}")
 
 
+def check_length(config: Config) -> None:
+    """An answer may be so long, and a prompt still has room before it, as far as the policy's shape is known."""
+    shape = shape_named(config.model_name)
+    if shape is not None and 0 < shape.positions <= config.max_tokens:
+        cause = f"max_tokens={config.max_tokens} leaves no room in the {shape.positions} positions of its model"
+        raise ConfigError(cause, "Lower it, and of a rehearsal its --length")
+
+
 def check_memory(config: Config, gpus: Sequence[placement.Gpu]) -> None:
     """What the policy needs is there, as far as its shape is known before it is loaded.
 
@@ -236,11 +247,17 @@ def check_backend(config: Config) -> None:
 
 def check_disk(run_dir: Path, needed: int) -> None:
     """There is room, and we may write."""
-    parent = check_writable(run_dir)
+    check_room(run_dir, needed, "the run", "set log_path=… to another disk, or lower compile_farm.store_max_bytes")
+
+
+def check_room(folder: Path, needed: int, who: str, cure: str) -> None:
+    """So many bytes are free for `who`, where we may write."""
+    parent = check_writable(folder)
     free = shutil.disk_usage(parent).free
     if free < needed:
-        cause = f"{parent} has {free / 2**30:.1f} GiB free, the run needs {needed / 2**30:.1f} GiB"
-        raise DiskFull(cause, "Free some, set log_path=… to another disk, or lower compile_farm.store_max_bytes")
+        size, unit = (2**30, "GiB") if needed >= 2**30 else (2**20, "MiB")
+        cause = f"{parent} has {free / size:.1f} {unit} free, {who} needs {needed / size:.1f} {unit}"
+        raise DiskFull(cause, f"Free some, {cure}")
 
 
 def check_writable(folder: Path, *cure: str) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ import msgspec
 from rich.console import Console
 
 from kbrl_async.cli import preflight
-from kbrl_async.cli.launch import gave_up, start_and_wait
+from kbrl_async.cli.launch import gave_up, start_and_wait, undone_at_signals
 from kbrl_async.cli.plan import machine_of
 from kbrl_async.cli.shared import add_settings, gathered, print_json, say, table
 from kbrl_async.durable import write_atomically
@@ -71,11 +72,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="a folder with config.json, or a public model",
     )
-    add("--length", metavar="MEDIAN:SPREAD", default="0", help="tokens of an answer, log-normal; default: as it is")
+    add(
+        "--length",
+        metavar="MEDIAN:SPREAD",
+        default="0",
+        help="tokens of an answer; five in six are shorter than MEDIAN × SPREAD; default: as long as the kernel is",
+    )
     add("--right", type=float, default=0.75, metavar="SHARE", help="of the answers that are right (.75)")
     add("--answers", metavar="FILE", type=Path, help="answers of your own, a JSON line each: problem, answer")
     add("--price", metavar="NAME=PRICE", action="append", default=[], help="of an hour, beside cost.prices: H100=2.49")
-    add("--keep", action="store_true", help="leave the random weights on the disk")
+    add("--keep", action="store_true", help="leave the random weights in cache_path")
     add("--json", action="store_true", help="the findings as JSON")
     add_settings(parser)
 
@@ -91,8 +97,9 @@ def run(args: argparse.Namespace) -> int:
     todo = plan(config)
     preflight.check(todo)
     on_gpu = bool(gpus) and config.device != "cpu"
-    fill(folder, "cuda" if on_gpu else "cpu")
     try:
+        with undone_at_signals():
+            fill(folder, "cuda" if on_gpu else "cpu")
         prepared = prepare(config)
         say(f"rehearsing in {prepared.path}: answers are given, weights random")
         ended = start_and_wait(prepared.path, process_counts(config))
@@ -165,13 +172,20 @@ def fill(folder: Path, device: str) -> None:
     """
     shape = parse_shape(folder / CONFIG)
     size = shape.parameters * (4 if device == "cpu" else 2)
-    preflight.check_disk(folder, size)
+    preflight.check_room(folder, size, "the random model", "or set cache_path=… to another disk")
     say(f"making random weights: {shape.parameters / 1e9:.2f} billion, {size / 1e9:.1f} GB")
     command = [sys.executable, "-m", random_model.__name__, str(folder), device]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        last = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
-        raise HostError(f"the weights could not be made: {last}", "Is there room for them on the device and the disk?")
+        cure = "Does this transformers know the model, and is there room on the device and the disk?"
+        raise HostError(f"the weights could not be made: {why(done)}", cure)
+
+
+def why(done: subprocess.CompletedProcess[str]) -> str:
+    """The line of its traceback that names the exception: what follows there is advice of a library."""
+    lines = done.stderr.strip().splitlines()
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt): ", line)]
+    return next(iter(named[-1:] or lines[-1:]), f"exit code {done.returncode}")[:300]
 
 
 def findings_of(run_dir: Path, config: Config, model: str) -> RehearsalFindings:

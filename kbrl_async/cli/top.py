@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         contextlib.closing(Watcher(client.ask, run_dir, name=args.connect or "")) as watcher,
     ):
         try:
-            return _once(watcher, args) if args.once else _watch(watcher, args)
+            return _once(watcher, args) if args.once else watch_until_the_end(watcher, args)
         except KeyboardInterrupt:
             return 0  # how one leaves
 
@@ -154,8 +154,8 @@ def last_words(seen: View) -> str:
     return f"{run} has ended; its result: kbrl summary {run}"
 
 
-def _watch(watcher: Watcher, args: argparse.Namespace) -> int:
-    views = _views(watcher, args.interval)
+def watch_until_the_end(watcher: Watcher, args: argparse.Namespace) -> int:
+    views = views_until_the_end(watcher, args.interval)
     if args.json or not sys.stdout.isatty():
         for seen in views:
             _show_plainly(seen, as_json=args.json)
@@ -170,7 +170,7 @@ def _watch(watcher: Watcher, args: argparse.Namespace) -> int:
     return 0
 
 
-def _views(watcher: Watcher, interval_s: float) -> Iterator[View]:
+def views_until_the_end(watcher: Watcher, interval_s: float) -> Iterator[View]:
     """Until the run has ended; the last view says so."""
     while True:
         begun, spent = time.monotonic(), time.process_time()

@@ -156,7 +156,7 @@ def build(
         dict(settings),
         part(samples),
         {str(level): part([s for s in samples if s.level == level]) for level in levels},
-        [_row(cluster) for cluster in by_problem(samples)],
+        [row_of(cluster) for cluster in by_problem(samples)],
         sorted(samples, key=lambda s: (s.level, s.problem_id, s.sample)),
         dict(lost or {}),
         sum(sample.expired for sample in samples),
@@ -217,7 +217,7 @@ def _speeds(clusters: Clusters, baseline: str) -> Speeds:
     )
 
 
-def _row(cluster: Sequence[Sample]) -> ProblemRow:
+def row_of(cluster: Sequence[Sample]) -> ProblemRow:
     faults: dict[str, int] = {}
     for sample in cluster:
         faults[sample.fault] = faults.get(sample.fault, 0) + 1

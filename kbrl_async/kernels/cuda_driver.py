@@ -1,8 +1,9 @@
 """The calls of CUDA's driver API that torch has no name for, through ctypes: machine code and its launches, memory that
 can be shared by descriptor, graphs. The one binding, for launchers in children and for the trusted side.
 
-Thin: each raises `CudaError` and decides nothing. Importing it loads no library; `driver()` does, and never initialises
-CUDA (torch does that). Function pointers are taken once, before any candidate code can run in the process.
+Thin: each raises `CudaError` and decides nothing. Importing it loads no library; `driver()` does, and only `device`
+initialises CUDA (else torch does that). Function pointers are taken once, before any candidate code can run in the
+process.
 
 By ctypes, though wheels of torch bring `cuda.bindings`: only those from 2.10 on and only for GPUs do, a launch through
 ctypes takes two microseconds, and hosts that only build have neither the driver nor the bindings.
@@ -82,6 +83,10 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuModuleGetGlobal_v2": [_p, _p, _p, ctypes.c_char_p],
     "cuFuncGetAttribute": [_p, _int, _p],
     "cuFuncSetAttribute": [_p, _int, _int],
+    "cuInit": [_uint],
+    "cuDeviceGet": [_p, _int],
+    "cuDeviceGetName": [ctypes.c_char_p, _int, _int],
+    "cuDeviceTotalMem_v2": [_p, _int],
     "cuDeviceGetAttribute": [_p, _int, _int],
     "cuLaunchKernel": [_p, *[_uint] * 7, _p, _p, _p],
 }
@@ -269,6 +274,17 @@ class Driver:
         self.call("cuModuleGetGlobal_v2", ctypes.byref(address), ctypes.byref(size), module, name.encode())
         return address.value, size.value
 
+    def device(self, index: int) -> tuple[int, str, int]:
+        """A device that this process may see: handle, name and bytes of memory. The driver is initialised for it, and
+        no context made."""
+        self.call("cuInit", 0)
+        name, handle = ctypes.create_string_buffer(128), int(self._out("cuDeviceGet", _int, index))
+        self.call("cuDeviceGetName", name, len(name), handle)
+        return handle, name.value.decode(), int(self._out("cuDeviceTotalMem_v2", _size, handle))
+
+    def device_attribute(self, which: int, device: int = 0) -> int:
+        return int(self._out("cuDeviceGetAttribute", _int, which, device))
+
     def _attribute(self, of: int, which: int) -> int:
         return int(self._out("cuFuncGetAttribute", _int, which, of))
 
@@ -278,7 +294,7 @@ class Driver:
 
     def allow_shared(self, of: int, device: int = 0) -> int:
         """Let a function ask for as much dynamic shared memory as the device has beside its static part; how much."""
-        most = int(self._out("cuDeviceGetAttribute", _int, _DEVICE_SHARED_OPTIN, device))
+        most = self.device_attribute(_DEVICE_SHARED_OPTIN, device)
         dynamic = most - self._attribute(of, _STATIC_SHARED)
         self.call("cuFuncSetAttribute", of, _MAX_DYNAMIC_SHARED, dynamic)
         return dynamic
@@ -373,7 +389,11 @@ class Driver:
         :raises CudaError: or the driver refuses; `MemoryError`: that address is taken.
         """
         address = self.reserve(size, at)
-        self.fill_in(address, handle, size, device)
+        try:
+            self.fill_in(address, handle, size, device)
+        except CudaError:
+            self.call("cuMemAddressFree", address, size)
+            raise
         return address
 
     def reserve(self, size: int, at: int = 0) -> int:
@@ -388,7 +408,11 @@ class Driver:
         """The memory of `handle` behind addresses that were reserved."""
         self.call("cuMemMap", address, size, 0, handle, 0)
         access = _AccessDesc(_Location(_ON_DEVICE, device), _READ_WRITE)
-        self.call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
+        try:
+            self.call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
+        except CudaError:
+            self.call("cuMemUnmap", address, size)
+            raise
 
     def take_out(self, address: int, handle: int, size: int) -> None:
         """The addresses stay reserved."""

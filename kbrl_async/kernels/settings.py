@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from kbrl_async.doors import Door
-from kbrl_async.ranges import AtLeastOne, Count, Fraction, Positive
+from kbrl_async.ranges import AtLeastOne, Count, Fraction, NonNegative, Positive
 
 BACKENDS = Door(
     "backends",
@@ -75,6 +75,8 @@ class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
     """Pairs after which sampling stops however wide the interval still is."""
     cap_s: Positive = 0.1
     """Wall clock after which the timing of one candidate stops."""
+    check_s: NonNegative = 0.02
+    """Seconds of calls, and three sets, after which a clearly slower kernel sees no more sets; 0: all see all."""
     outputs: Outputs = "fresh"
     """fresh: each call's result lies in memory of its own; kept: it only has to hold until the next call."""
     timed_workloads: Count = 0
@@ -82,7 +84,7 @@ class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
     timed: bool = True
     """Time correct kernels; false: they are only proven correct, for rewards without a part for speed."""
     deadline_s: Positive = 2.0
-    """Wall clock that one candidate may take in all; endless loops are killed after it."""
+    """Wall clock that one candidate may take to start, and again for its calls; endless loops are killed after it."""
     shares_with: list[Literal["sampler", "learner", "timing_bench"]] = msgspec.field(default_factory=list)
     """Who is on the same GPU (or cores) and stands still while a bench times; timing_bench: benches take turns."""
     clocks: Literal["observe", "lock"] = "observe"

@@ -20,6 +20,7 @@ from kbrl_async.lab.plan import MAX_GAP_S, RunObservation
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.settings import prices_of
 from kbrl_async.runs.telemetry.system_metrics import SystemSample
+from protocols.messages import Stage
 
 CORE, GPU = "core", "gpu"
 
@@ -82,7 +83,9 @@ def hours_of(config: Config, observed: RunObservation, target: float, heldout: i
     """Of a whole run with these stage times: the slowest of samplers, benches and learner sets the pace, and is busy
     for `target` of the time."""
     counts = config.processes
-    servers = {"generate": counts.sampler, "bench": counts.timing_bench + counts.verifier, "train": 1}
+    servers = {Stage.GENERATE: counts.sampler, Stage.BENCH: counts.timing_bench, Stage.TRAIN: 1}
+    if observed.visits(Stage.VERIFY):
+        servers[Stage.VERIFY] = max(1, counts.verifier)
     demand = max(observed.demand(stage) / count for stage, count in servers.items())
     hours = rollouts_of(config, heldout) * demand / target / 3600
     return hours if config.max_minutes is None else min(hours, config.max_minutes / 60)

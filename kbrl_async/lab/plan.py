@@ -41,11 +41,10 @@ import msgspec
 from kbrl_async.errors import CheckpointError, UserError
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, WorkerSample
 from protocols.messages import Stage
-from protocols.rollout import STAGES as WORKED
 
 MAX_GAP_S = 5.0
-STAGES = (*WORKED, Stage.SCORE)
-"""Stages that a rollout passes; `train` follows once a batch."""
+STAGES = (Stage.GENERATE, Stage.COMPILE, Stage.VERIFY, Stage.BENCH, Stage.SCORE)
+"""Stages that a rollout passes, `verify` where there are verifiers; `train` follows once a batch."""
 TRAIN = Stage.TRAIN
 BROKER = "broker"
 
@@ -213,7 +212,15 @@ def _done(sample: SystemSample, stage: str) -> int:
 TARGET = 0.8
 ONLY_ONE = {TRAIN: "learner", "score": "aggregator", BROKER: "broker"}
 """Stages served by one process, and how it is called: more load than it can carry needs a faster one."""
-RESOURCES = {"generate": "samplers", "compile": "compile cores", "bench": "timing benches", **ONLY_ONE}
+RESOURCES = {
+    Stage.GENERATE: "samplers",
+    Stage.COMPILE: "compile cores",
+    Stage.VERIFY: "verifiers",
+    Stage.BENCH: "timing benches",
+    **ONLY_ONE,
+}
+COUNTED = {Stage.GENERATE: "sampler", Stage.VERIFY: "verifier", Stage.BENCH: "timing_bench"}
+"""By stage, the key of `processes` that says how many serve it; a farm's cores are no processes."""
 
 
 class AdmissionWindow(msgspec.Struct, frozen=True):
@@ -263,6 +270,11 @@ class Capacity(msgspec.Struct, frozen=True):
     """Rollouts an hour that the admission window lets through; infinite where it is not known."""
 
     @property
+    def settings(self) -> dict[str, int]:
+        """Keys of a configuration that start these processes."""
+        return {f"processes.{COUNTED[Stage(r.stage)]}": r.servers for r in self.resources if r.stage in COUNTED}
+
+    @property
     def problems(self) -> list[str]:
         """Why this rate can't be reached by adding processes, in words."""
         found = [
@@ -294,7 +306,8 @@ def plan(
     if not rollouts_per_hour > 0 or not 0 < target < 1:
         raise UserError("a plan needs a rate above 0 and a utilisation between 0 and 1", "Such as 20000 and 0.8")
     rate = rollouts_per_hour / 3600
-    resources = [_resource(observed, stage, rate, target, variability) for stage in RESOURCES]
+    served = [stage for stage in RESOURCES if stage != Stage.VERIFY or observed.visits(stage)]
+    resources = [_resource(observed, stage, rate, target, variability) for stage in served]
     residence = _residence(observed, resources)
     admitted = window.places / residence * 3600 if window is not None and residence > 0 else math.inf
     tightest = min(resources, key=lambda r: r.limit_per_hour)

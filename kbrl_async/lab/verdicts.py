@@ -134,7 +134,7 @@ def of_record(run: str, row: TurnRow, record: Record) -> VerdictRow:
         purpose=row.purpose,
         turn=row.turn,
         at=row.at,
-        **_of_verdict(record.verdict, record.timing),
+        **of_verdict(record.verdict, record.timing),
         **_of_timing(record.timing),
     )
 
@@ -160,12 +160,12 @@ def of_job(run: str, job: Job) -> VerdictRow | None:
         purpose="service",
         turn=0,
         at=job.finished_at,
-        **_of_verdict(result.verdict, result.timing),
+        **of_verdict(result.verdict, result.timing),
         **_of_timing(result.timing),
     )
 
 
-def _of_verdict(v: Verdict, t: Timing | None) -> dict[str, Any]:
+def of_verdict(v: Verdict, t: Timing | None) -> dict[str, Any]:
     said = {
         "fault": v.fault.value,
         "rule": v.rule,

@@ -158,19 +158,19 @@ class Workbench:
         :raises UserError: and `HostError`, `InfraError`, `ProblemError`: nothing is known of the candidate then.
         """
         asked = self._asked(problem, candidate, backend)
-        result = await self._run(functools.partial(self._verified, asked, False, timing), told)
+        result = await self.run_work(functools.partial(self._verified, asked, False, timing), told)
         return self._keep("verify", asked, result)
 
     async def bench(self, problem: str, candidate: str, backend: str = "", *, told: Told = nobody) -> CandidateReport:
         """As `verify`, and timed carefully: some seconds more for an interval several times as narrow."""
         asked = self._asked(problem, candidate, backend)
-        result = await self._run(functools.partial(self._verified, asked, True, True), told)
+        result = await self.run_work(functools.partial(self._verified, asked, True, True), told)
         return self._keep("bench", asked, result)
 
     async def profile(self, problem: str, candidate: str, backend: str = "", *, told: Told = nobody) -> ProfileReport:
         """What limits a correct candidate."""
         asked = self._asked(problem, candidate, backend)
-        found = await self._run(functools.partial(self._profiled, asked), told)
+        found = await self.run_work(functools.partial(self._profiled, asked), told)
         words = found.profile.text() if found.profile is not None else ""
         return ProfileReport(self._keep("profile", asked, found.result), words)
 
@@ -179,11 +179,11 @@ class Workbench:
     ) -> Comparison:
         """Both timed carefully, one after the other, against the same reference."""
         asked = [self._asked(problem, candidate, backend) for candidate in (first, second)]
-        results = [await self._run(functools.partial(self._verified, one, True, True), told) for one in asked]
+        results = [await self.run_work(functools.partial(self._verified, one, True, True), told) for one in asked]
         one, other = (self._keep("compare", *pair) for pair in zip(asked, results, strict=True))
-        return _compared(one, other, results[0].timing, results[1].timing)
+        return compared(one, other, results[0].timing, results[1].timing)
 
-    async def _run(self, work: Callable[[Tick], _T], told: Told) -> _T:
+    async def run_work(self, work: Callable[[Tick], _T], told: Told) -> _T:
         """In its turn, in the bench's thread. Who is cancelled leaves at once; the work ends at its next step."""
         if len(self._running) >= MOST_WAITING:
             raise InfraError(f"{len(self._running)} calls wait for this bench already", "Ask again later")
@@ -325,7 +325,7 @@ def _speed(timing: Timing) -> Speed:
     )
 
 
-def _compared(first: CandidateReport, second: CandidateReport, one: Timing | None, other: Timing | None) -> Comparison:
+def compared(first: CandidateReport, second: CandidateReport, one: Timing | None, other: Timing | None) -> Comparison:
     if one is None or other is None:
         wrong = " and ".join(name for name, timing in (("first", one), ("second", other)) if timing is None)
         return Comparison(first, second, claim=f"no comparison: the {wrong} is not correct")

@@ -179,7 +179,7 @@ class Modules(OfModules[FlatBatch]):
         ranks: context.Context | None = None,
     ) -> None:
         super().__init__(model, learner, device, sharded)
-        self._decoder = ModuleDecoder(causal_lm(model), ranks)
+        self.decoder = ModuleDecoder(causal_lm(model), ranks)
         self._ranks = ranks
 
     def _packed(self, samples: Sequence[TrainSample]) -> list[FlatBatch]:
@@ -188,7 +188,7 @@ class Modules(OfModules[FlatBatch]):
         return batches if self._ranks is None else [self._ranks.cut(batch) for batch in batches]
 
     def _computed(self, lm: torch.nn.Module, batch: FlatBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_TH = self._decoder(batch, _computed_in(self._learner, self._device))
+        hidden_TH = self.decoder(batch, _computed_in(self._learner, self._device))
         return _head_scores(lm, hidden_TH.index_select(0, batch.predict_N), batch, temperature)
 
 
@@ -208,7 +208,7 @@ class FusedPasses:
         self._model = model
         self._causal_lm = causal_lm(model)
         offload = learner.offload_activations
-        self._decoder = FusedDecoder(self._causal_lm, adapter_names(model)[0], ranks, offload)
+        self.decoder = FusedDecoder(self._causal_lm, adapter_names(model)[0], ranks, offload)
         itemsize = next(self._causal_lm.parameters()).element_size()
         self.shape = memory.shape_of(self._causal_lm.config, itemsize, "fused", offload)
         self._room = _room(model, learner, device)
@@ -222,7 +222,7 @@ class FusedPasses:
         if not _is_adapted(self._model):
             self._unadapted.run(samples, temperature, visit, tick)
             return
-        self._decoder.refresh()
+        self.decoder.refresh()
         share = self._learner.share_prompts and self._ranks is None
         # Packed and sent one by one: the host prepares a bundle while the device computes those before it.
         for cpu in bundle(samples, self._learner.microbatch_tokens, share):
@@ -238,7 +238,7 @@ class FusedPasses:
         """A prompt, everything that continues it, then the prompt's backward pass."""
         plan = self.plan(prompt.inputs + max(batch.inputs for batch in made.batches))
         collected: list[tuple[torch.Tensor, torch.Tensor]] = []
-        last_1H = self._decoder(prompt, None, plan, collected, prompt.predict_N)
+        last_1H = self.decoder(prompt, None, plan, collected, prompt.predict_N)
         roots = [*(x for pair in collected for x in pair), last_1H]
         # fp32, so that the gradients of many responses add up without loss.
         leaves = [root.detach().float().requires_grad_(root.requires_grad) for root in roots]
@@ -258,14 +258,14 @@ class FusedPasses:
     ) -> None:
         shared = 0 if prompt is None else prompt.inputs
         for number, batch in enumerate(made.batches):
-            near = [leaf.to(self._decoder.dtype) for leaf in leaves]
+            near = [leaf.to(self.decoder.dtype) for leaf in leaves]
             prefix = list(zip(near[:-1:2], near[1:-1:2], strict=True)) or None
             is_first_N = batch.predict_N == batch.inputs  # predicted by the shared prompt's last token
             rows_N = batch.predict_N.masked_fill(is_first_N, 0)
-            hidden_NH = self._decoder(batch, prefix, self.plan(shared + batch.inputs), wanted_N=rows_N)
+            hidden_NH = self.decoder(batch, prefix, self.plan(shared + batch.inputs), wanted_N=rows_N)
             if near:
                 hidden_NH = torch.where(is_first_N[:, None], near[-1], hidden_NH)
-            scores = _head_scores(self._causal_lm, self._decoder.normed(hidden_NH), batch, temperature)
+            scores = _head_scores(self._causal_lm, self.decoder.normed(hidden_NH), batch, temperature)
             inputs = batch.inputs + (shared if number == 0 else 0)
             _visited(Scored(*scores, batch.sample_T, batch.offset_T, inputs), visit)
             tick()

@@ -248,11 +248,11 @@ class TinkerLearner:
         self._setup, self._account, self._base = setup, account, base
         self._canaries = setup.canaries(base)
         self._remote = Remote(account)
-        self._trainer = TinkerTrainer(self._remote, setup.settings)
+        self.trainer = TinkerTrainer(self._remote, setup.settings)
 
     def step(self, groups: Sequence[TrainGroup], temperature: float, tick: Tick, version: int) -> dict[str, float]:
         self._remote.tick = tick
-        return self._trainer.update(groups, temperature, tick, version)
+        return self.trainer.update(groups, temperature, tick, version)
 
     def usage(self, metrics: dict[str, float]) -> dict[str, float]:
         return {}  # the service does not tell
@@ -262,7 +262,7 @@ class TinkerLearner:
         saved = self._remote.call("save_state", "a saved state", name, overwrite=True)
         before = _paths(self._setup.checkpoints, checkpoints.PREFIX)
         told = functools.partial(write_path, path=saved.path)
-        checkpoints.save_remote(self._setup.checkpoints, self._trainer, progress, told, keep)
+        checkpoints.save_remote(self._setup.checkpoints, self.trainer, progress, told, keep)
         self._forget(before - _paths(self._setup.checkpoints, checkpoints.PREFIX))
 
     def resume(self) -> checkpoints.Resumed | None:
@@ -274,7 +274,7 @@ class TinkerLearner:
         return None
 
     def _restored(self, folder: Path) -> checkpoints.LearnerProgress:
-        progress = checkpoints.restore_remote(folder, self._trainer)
+        progress = checkpoints.restore_remote(folder, self.trainer)
         self._remote.continue_from(path_in(folder))
         return progress
 
@@ -286,10 +286,10 @@ class TinkerLearner:
             self._setup.policies,
             KIND,
             functools.partial(_write, saved.path),
-            self._trainer.sequence_logprobs,
+            self.trainer.sequence_logprobs,
             version,
             parent,
-            self._trainer.optimizer_step,
+            self.trainer.optimizer_step,
             self._canaries,
             self._base,
         ).write()

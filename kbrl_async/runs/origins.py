@@ -12,7 +12,7 @@ from kbrl_async.doors import Door
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.runs.config import Config
-from kbrl_async.weights import MANIFEST, Canaries
+from kbrl_async.weights import MADE, MANIFEST, Canaries
 
 SMALL = "small"
 CANARY_TOKENS = 32
@@ -22,9 +22,6 @@ CANARY_TEXTS = (
     "The sum over 1,024 columns is 3.5e-2; café, naïve, Σ and ≥ are not ASCII.",
 )
 
-
-MADE = "sft.json"
-"""In the folder of a policy that was made here, written last: its report and the settings it was made by."""
 POLICIES = Door("policies", {SMALL: "kbrl_async.lab.small_policy.configured:ensure"})
 """Policies that are made here and now: `(config, cache folder, progress, device) -> folder`."""
 

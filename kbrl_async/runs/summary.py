@@ -223,7 +223,7 @@ def render(summary: Summary) -> Group:
     tables: list[RenderableType] = [
         _progress_table(by_versions(summary)),
         Text(told(summary), "dim"),
-        _run_table(summary),
+        run_table(summary),
     ]
     if summary.get("best_kernels"):
         tables.append(_kernel_table(summary["best_kernels"]))
@@ -268,7 +268,7 @@ def _add_heldout(table: Table, summary: Mapping[str, Any], title: str, prefix: s
         table.add_row(name, *(_with_interval(summary, f"{prefix}{name}_{when}", name) for when in ("before", "after")))
 
 
-def _run_table(summary: Summary) -> Table:
+def run_table(summary: Summary) -> Table:
     table = Table(title="How it ran", title_justify="left", show_header=False)
     ends = ("trained", "filtered", "dropped_stale", "failed")
     parts = ", ".join(f"{summary.get(f'groups_{end}')} {end.replace('_', ' ')}" for end in ends)

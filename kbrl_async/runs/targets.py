@@ -58,7 +58,7 @@ def resolve(what: str, log_path: Path, wanted: str = NEWEST) -> Target:
         return _checkpoint(found)
     for path in (Path(what).expanduser(), log_path / what):
         if path.is_dir():
-            return _of_folder(path.resolve(), wanted)
+            return of_folder(path.resolve(), wanted)
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", what):
         return Target("model", what, _label(what), identity=what)
     cure = "Give a run, a folder of a policy, checkpoint, adapter or model, an owner/name, or an endpoint's http://…"
@@ -71,7 +71,7 @@ def _final_checkpoint(folder: Path) -> Path | None:
     return checkpoints.latest(folder) if folder.is_dir() else None
 
 
-def _of_folder(folder: Path, wanted: str) -> Target:
+def of_folder(folder: Path, wanted: str) -> Target:
     from kbrl_async.learning import checkpoints
     from kbrl_async.learning.policies import versions
 
@@ -80,7 +80,7 @@ def _of_folder(folder: Path, wanted: str) -> Target:
     if (folder / checkpoints.STATE).is_file():
         return _checkpoint(folder)
     if (folder / CONFIG_FILE).is_file():
-        return _of_run(folder, wanted)
+        return of_run(folder, wanted)
     if (folder / "adapter_config.json").is_file():
         return Target("adapter", str(folder), _label(folder.name), identity=str(folder))
     if (folder / "config.json").is_file():
@@ -89,7 +89,7 @@ def _of_folder(folder: Path, wanted: str) -> Target:
     raise UserError(f"{folder} is no run, policy, checkpoint, adapter or model", cure)
 
 
-def _of_run(run: Path, wanted: str) -> Target:
+def of_run(run: Path, wanted: str) -> Target:
     from kbrl_async.learning import checkpoints
     from kbrl_async.learning.policies import versions
 

@@ -79,6 +79,8 @@ class Sampler(msgspec.Struct, frozen=True, kw_only=True):
     """engine=vllm, update=full: answers in flight keep the old weights' KV; false: it is computed anew."""
     eager: bool = False
     """engine=vllm: no CUDA graphs; starts faster, runs slower."""
+    compile: bool = True
+    """engine=vllm: torch.compile beside CUDA graphs; false: graphs of decoding alone, which are there much sooner."""
     forced: str | None = None
     """transformers, vllm: file of answers that are given instead of drawn, for a rehearsal; null: none."""
     train_logprobs: bool = False

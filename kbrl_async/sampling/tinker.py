@@ -88,7 +88,7 @@ class TinkerEngine:
         """`session` is a `ServiceClient`; `deadline_s` of an answer by its `max_tokens`, None: the account's."""
         self._deadline_s = deadline_s
         self.tokenizer = tokenizer
-        self._account, self._session, self._model_name, self._stop = account, session, model_name, list(stop)
+        self._account, self._session, self._model_name, self.stop = account, session, model_name, list(stop)
         self._prompts, self._prover = Prompts(tokenizer, positions), Prover(ARITHMETIC)
         self._version, self._client, self._base = -1, None, None
         self._running: Counter[int] = Counter()
@@ -181,7 +181,7 @@ class TinkerEngine:
             temperature=params.temperature,
             top_p=params.top_p,
             seed=params.seed,
-            stop=self._stop,
+            stop=self.stop,
         )
         deadline_s = self._deadline_s(params.max_tokens) if self._deadline_s is not None else None
         asked = client.sample(types.ModelInput.from_ints(ids), 1, wanted)

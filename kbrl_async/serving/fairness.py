@@ -24,7 +24,7 @@ class FairQueue(Generic[ItemT]):
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[tuple[int, int, ItemT]]] = {}
-        self._used: dict[str, float] = {}
+        self.used: dict[str, float] = {}
         self._running: dict[str, int] = {}
         self._number = 0
 
@@ -36,10 +36,10 @@ class FairQueue(Generic[ItemT]):
         return len(self._waiting.get(client, ()))
 
     def add(self, client: str, item: ItemT, priority: str = "normal") -> None:
-        if client not in self._used:
-            self._used[client] = self._level()
+        if client not in self.used:
+            self.used[client] = self._level()
         elif client not in self._waiting and not self._running.get(client):
-            self._used[client] = max(self._used[client], self._level())  # what it did not ask for is not owed to it
+            self.used[client] = max(self.used[client], self._level())  # what it did not ask for is not owed to it
         self._number += 1
         heapq.heappush(self._waiting.setdefault(client, []), (RANK[priority], self._number, item))
 
@@ -47,7 +47,7 @@ class FairQueue(Generic[ItemT]):
         """The next one; say `ended` when its work has."""
         if not self._waiting:
             return None
-        client = min(self._waiting, key=lambda name: (self._used[name] + self._charge(name), self._waiting[name][0][1]))
+        client = min(self._waiting, key=lambda name: (self.used[name] + self._charge(name), self._waiting[name][0][1]))
         lane = self._waiting[client]
         *_, item = heapq.heappop(lane)
         if not lane:
@@ -57,14 +57,14 @@ class FairQueue(Generic[ItemT]):
 
     def ended(self, client: str, seconds: float) -> None:
         """`seconds` of work are charged. Clients with nothing to do are forgotten once others are ahead."""
-        self._used[client] = self._used.get(client, 0.0) + max(seconds, self.CHARGE_S)
+        self.used[client] = self.used.get(client, 0.0) + max(seconds, self.CHARGE_S)
         self._running[client] -= 1
         if not self._running[client]:
             del self._running[client]
         busy = self._busy()
         level = min(busy.values(), default=math.inf)
-        for name in [name for name, used in self._used.items() if name not in busy and used <= level]:
-            del self._used[name]
+        for name in [name for name, used in self.used.items() if name not in busy and used <= level]:
+            del self.used[name]
 
     def _charge(self, client: str) -> float:
         return self.CHARGE_S * self._running.get(client, 0)
@@ -74,7 +74,7 @@ class FairQueue(Generic[ItemT]):
         return min(self._busy().values(), default=0.0)
 
     def _busy(self) -> dict[str, float]:
-        return {name: used for name, used in self._used.items() if name in self._waiting or name in self._running}
+        return {name: used for name, used in self.used.items() if name in self._waiting or name in self._running}
 
 
 class RequestRates:
@@ -85,18 +85,18 @@ class RequestRates:
     def __init__(self, per_minute: float) -> None:
         self._per_s = per_minute / 60
         self._most = max(1.0, per_minute)
-        self._left: dict[str, tuple[float, float]] = {}
+        self.left: dict[str, tuple[float, float]] = {}
 
     def wait_s(self, client: str, now: float, cost: float = 1.0) -> float:
         """0, and the request is counted; or how long to wait for it."""
         if not self._per_s:
             return 0.0
-        left, since = self._left.get(client, (self._most, now))
+        left, since = self.left.get(client, (self._most, now))
         left = min(self._most, left + (now - since) * self._per_s)
         if left < min(cost, self._most):
             return (min(cost, self._most) - left) / self._per_s
-        self._left.pop(client, None)  # the newest stand last
-        self._left[client] = (left - cost, now)
-        if len(self._left) > self.CLIENTS:
-            del self._left[next(iter(self._left))]
+        self.left.pop(client, None)  # the newest stand last
+        self.left[client] = (left - cost, now)
+        if len(self.left) > self.CLIENTS:
+            del self.left[next(iter(self.left))]
         return 0.0

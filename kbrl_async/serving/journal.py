@@ -31,7 +31,7 @@ CREATE INDEX IF NOT EXISTS ended ON jobs (ended, seq);
 CREATE TABLE IF NOT EXISTS names (name TEXT PRIMARY KEY, id TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS named ON names (id);
 """
-_EVERY = 64
+FORGET_EVERY = 64
 """Ended jobs between two looks at how many there are."""
 
 
@@ -75,7 +75,7 @@ class JobJournal:
             (job.id, _encode(job), ended),
         )
         self._since += ended
-        if self._since >= _EVERY:
+        if self._since >= FORGET_EVERY:
             self._since = 0
             self._forget()
 

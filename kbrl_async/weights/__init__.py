@@ -12,6 +12,8 @@ from protocols.records import PolicyVersion
 POLICY_PREFIX = "policy-v"
 """Before the number of a version, in the name of its folder."""
 MANIFEST = "manifest.json"
+MADE = "sft.json"
+"""In the folder of a policy that was made here, written last: its report and the settings it was made by."""
 LISTED = "files.json"
 """All files of a version with their hashes, for samplers that share no disk with the learner."""
 MEETING = "meeting.json"

@@ -240,11 +240,12 @@ class Sender:
     def __init__(self, host: str, device: torch.device, patience_s: float, told: Callable[[str], object]) -> None:
         """`told` hears of samplers that are given up. InfraError where `host` is not one of this machine."""
         self._device, self._patience_s, self._told = device, patience_s, told
-        self._server = _listening(host, patience_s)
-        self.meeting = Meeting(host, self._server.port, secrets.token_hex(16))
+        server = _listening(host, patience_s)
+        self._server: Store | None = server
+        self.meeting = Meeting(host, server.port, secrets.token_hex(16))
         self._changed = threading.Condition()
         self._offer: tuple[TransferOffer, Mapping[str, torch.Tensor]] | None = None
-        self._readers = 0
+        self.readers = 0
         self._links: dict[str, int] = {}
         self._closed = False
         self._store = self.meeting.store(patience_s)
@@ -264,7 +265,7 @@ class Sender:
         """Takes the offer back, and waits until nobody reads it."""
         with self._changed:
             self._offer = None
-            self._changed.wait_for(lambda: not self._readers)
+            self._changed.wait_for(lambda: not self.readers)
 
     def close(self) -> None:
         """Ends the threads: one that is inside torch when the process ends would abort it."""
@@ -273,6 +274,7 @@ class Sender:
             self._changed.notify_all()
         for thread in list(self._threads):
             thread.join(self._patience_s)
+        self._server = None
 
     def _accept(self) -> None:
         with contextlib.suppress(InfraError, *_LOST):  # the store ends with this process
@@ -315,7 +317,7 @@ class Sender:
             if self._offer is None:
                 return False
             offer, tensors = self._offer
-            self._readers += 1
+            self.readers += 1
         try:
             store.set(f"offer/{link}/{count}", msgspec.msgpack.encode(offer))
             group.send(tensors, offer.index)
@@ -323,7 +325,7 @@ class Sender:
             store.delete_key(f"want/{link}/{count}")
         finally:
             with self._changed:
-                self._readers -= 1
+                self.readers -= 1
                 self._changed.notify_all()
         return True
 

@@ -74,7 +74,7 @@ class ArtifactExchange:
         self, root: Path, max_bytes: int, clock: Callable[[], float] = time.monotonic, policies: Path | None = None
     ) -> None:
         """`policies`: the folder of versions, of which the newest is served."""
-        self._root, self._max_bytes, self._clock, self._policies = root, max_bytes, clock, policies
+        self.root, self._max_bytes, self._clock, self._policies = root, max_bytes, clock, policies
         self._policy_files: OrderedDict[str, Path] = OrderedDict()
         """By address, those of the last listings."""
         self._uploads: dict[tuple[str, str], _Upload] = {}
@@ -138,7 +138,7 @@ class ArtifactExchange:
         except OSError as error:
             self._drop((owner, offer.address))
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise DiskFull(f"no space is left on the disk of {self._root}", "Free some: nothing is lost") from error
+                raise DiskFull(f"no space is left on the disk of {self.root}", "Free some: nothing is lost") from error
             return Kept(offer.address, 0)
 
     def _add(self, owner: str, upload: _Upload, offer: Offer, payload: list[bytes]) -> Kept:
@@ -180,13 +180,13 @@ class ArtifactExchange:
         if mine >= MAX_UPLOADS_EACH or len(self._uploads) >= MAX_UPLOADS:
             return None
         name = hashlib.sha256(f"{owner}\0{offer.address}".encode()).hexdigest()
-        self._uploads[key] = _Upload(self._root / "work" / f"in-{name}", offer.total, now)
+        self._uploads[key] = _Upload(self.root / "work" / f"in-{name}", offer.total, now)
         return self._uploads[key]
 
     def _sweep(self) -> None:
         """Uploads that began with a broker before us and that nobody goes on with."""
         ours = {upload.path for upload in self._uploads.values()}
-        for path in (self._root / "work").glob("in-*"):
+        for path in (self.root / "work").glob("in-*"):
             with contextlib.suppress(FileNotFoundError):
                 if path not in ours and time.time() - path.stat().st_mtime > IDLE_S:
                     path.unlink()
@@ -197,11 +197,11 @@ class ArtifactExchange:
             upload.path.unlink(missing_ok=True)
 
     def _object(self, address: str) -> Path:
-        return self._root / "objects" / address[:2] / f"{address}.so"
+        return self.root / "objects" / address[:2] / f"{address}.so"
 
     def _objects(self) -> list[tuple[float, int, Path]]:
         found = []
-        for path in (self._root / "objects").glob("*/[!.]*"):
+        for path in (self.root / "objects").glob("*/[!.]*"):
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 found.append((status.st_mtime, status.st_size, path))

@@ -58,7 +58,7 @@ class Gate:
     ) -> None:
         self._ring = Keyring(folder)
         self._clock = clock
-        self._max_connections = max_connections
+        self.max_connections = max_connections
         self.keys = self._ring.server()
         self.seal = Seal(hashlib.sha256(b"kbrl lease seal\0" + self.keys.secret).digest())
         self._stamp = self._ring.stamp()
@@ -118,7 +118,7 @@ class Gate:
         if is_viewer != (peer.role is Role.OBSERVER):
             return self._turn_away(f"a {peer.role} has no business at this address")
         self._count_connections()
-        if self.connections > self._max_connections:
+        if self.connections > self.max_connections:
             return self._turn_away("too many connections")
         return b"200", b"OK", public.encode()
 

@@ -67,7 +67,7 @@ class Journal:
             if max_pages:
                 db.execute(f"PRAGMA max_page_count={max_pages}")
             db.executescript(_SCHEMA)
-            _shrink(db)
+            shrink(db)
         except (sqlite3.Error, OSError) as error:
             raise _explain(error, self.path) from None
         return db
@@ -170,7 +170,7 @@ class Journal:
         self._db.close()
 
 
-def _shrink(db: sqlite3.Connection) -> None:
+def shrink(db: sqlite3.Connection) -> None:
     """Gives the disk back what a burst of tasks took, where that is most of the file: it costs a copy of the rest."""
     ((free,), (pages,)) = (db.execute(f"PRAGMA {name}").fetchone() for name in ("freelist_count", "page_count"))
     if free > max(SPARE_PAGES, pages // 2):

@@ -56,8 +56,8 @@ class BrokerServer:
         self._events: list[ev.Event] = [ev.Tick()]
         self.malformed = 0
         """Messages that were none and have been dropped."""
-        self._depot: ArtifactExchange | None = None
-        self._opinions: dict[str, list[list[bytes]]] = {}
+        self.depot: ArtifactExchange | None = None
+        self.opinions: dict[str, list[list[bytes]]] = {}
         self._drift = Drift()
         """Of tasks whose result is checked by another farm or bench. A restart forgets them: they are done again."""
         self._scheduled = False
@@ -90,7 +90,7 @@ class BrokerServer:
 
     def _bind(self) -> None:
         options = self.options
-        self._bound: list[BoundRouter] = []
+        self.bound: list[BoundRouter] = []
         self.gate = (
             Gate(self._context, options.keys, options.limits, self._clock, options.max_connections)
             if options.keys
@@ -102,15 +102,15 @@ class BrokerServer:
             wanted.append((options.status_address, VIEWERS_DOMAIN))
         try:
             for address, domain in wanted:
-                self._bound.append(BoundRouter(self._context, address, keys=keys, domain=domain))
+                self.bound.append(BoundRouter(self._context, address, keys=keys, domain=domain))
         except AddressError:
             self._unbind()
             raise
-        for router in self._bound:
+        for router in self.bound:
             if self.gate is not None and router.keyed:
                 self.gate.watch(router)
-        self._submit, self._work, *viewers = self._bound
-        self._desk = StatusDesk(viewers[0].socket, self.status, self._clock) if viewers else None
+        self._submit, self._work, *viewers = self.bound
+        self.desk = StatusDesk(viewers[0].socket, self.status, self._clock) if viewers else None
         self._journal: Journal | None = None
 
     def _restore(self) -> None:
@@ -128,7 +128,7 @@ class BrokerServer:
         log.info("broker ready", epoch=self._journal.epoch, live=len(self.ledger.tasks.live))
 
     async def _serve(self, stop: asyncio.Event | None) -> None:
-        fds = [router.socket.fileno() for router in self._bound]
+        fds = [router.socket.fileno() for router in self.bound]
         for fd, callback in zip(fds, (self._turn, self._turn, self._answer_viewers), strict=False):
             self._loop.add_reader(fd, callback)
         if self.gate is not None:
@@ -147,7 +147,7 @@ class BrokerServer:
             await asyncio.gather(*timers, return_exceptions=True)
 
     def _unbind(self) -> None:
-        for router in self._bound:
+        for router in self.bound:
             if self.gate is not None and router.keyed:
                 self.gate.unwatch(router)
             router.close()
@@ -240,12 +240,12 @@ class BrokerServer:
 
     def _transfer(self, owner: str, message: msg.Want | msg.Offer, payload: list[bytes]) -> list[bytes]:
         """A piece of an artifact, from or for a host that shares no disk."""
-        if self._depot is None:
+        if self.depot is None:
             options = self.options
-            self._depot = ArtifactExchange(options.artifacts, options.store_max_bytes, self._clock, options.policies)
+            self.depot = ArtifactExchange(options.artifacts, options.store_max_bytes, self._clock, options.policies)
         if isinstance(message, msg.Want):
-            return framing.encode(*self._depot.want(message))
-        return framing.encode(self._depot.offer(owner, message, payload))
+            return framing.encode(*self.depot.want(message))
+        return framing.encode(self.depot.offer(owner, message, payload))
 
     def _is_refused(
         self,
@@ -277,13 +277,13 @@ class BrokerServer:
                 case ev.ToProducer(route, message):
                     sends.append((self._submit.socket, route, framing.encode(message)))
                 case ev.Opinion(task_id, place):
-                    self._opinions[task_id] = [*self._opinions.get(task_id, [])[:place], payload]
+                    self.opinions[task_id] = [*self.opinions.get(task_id, [])[:place], payload]
                 case ev.Compare(task_id):
                     self._watch_drift(task_id)
-                    agree = agreeing(self._opinions.get(task_id, []), self.options.ledger.checks.tolerance)
+                    agree = agreeing(self.opinions.get(task_id, []), self.options.ledger.checks.tolerance)
                     self._handle(ev.Compared(task_id, agree), [], now, sends)
                 case ev.Settle(row, opinion):
-                    settled = self._opinions[row.task_id][opinion]
+                    settled = self.opinions[row.task_id][opinion]
                     self._journal.perform(ev.Append(row), settled)
                     self._keep(ev.Append(row), settled)
                 case ev.Quarantine(principal):
@@ -298,7 +298,7 @@ class BrokerServer:
     def _watch_drift(self, task_id: str) -> None:
         """Two benches have timed one candidate: how far apart are they?"""
         names = self.ledger.checks.cases[task_id].principals
-        found = timings(self._opinions.get(task_id, []))
+        found = timings(self.opinions.get(task_id, []))
         if len(found) != len(names) or (mine := found[-1]) is None:
             return
         for name, timing in zip(names[:-1], found[:-1], strict=True):
@@ -311,11 +311,11 @@ class BrokerServer:
     def _keep(self, action: ev.Action, payload: list[bytes]) -> None:
         """Records of live tasks are held in memory as well; queue limits bound them."""
         if isinstance(action, ev.Forget):
-            self._opinions.pop(action.task_id, None)
+            self.opinions.pop(action.task_id, None)
         elif isinstance(action, ev.Append | ev.Finish) or (
             isinstance(action, ev.Update) and action.row.stage not in CHECKED
         ):
-            self._opinions.pop(action.row.task_id, None)
+            self.opinions.pop(action.row.task_id, None)
         match action:
             case ev.Store(row):
                 self._records[row.task_id] = payload
@@ -345,7 +345,7 @@ class BrokerServer:
     # ── viewers ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _answer_viewers(self) -> None:
-        if self._desk is not None and not self._done.done() and self._desk.serve():
+        if self.desk is not None and not self._done.done() and self.desk.serve():
             self._loop.call_soon(self._answer_viewers)
 
     def status(self) -> StatusReport:
@@ -388,7 +388,7 @@ class BrokerServer:
             try:
                 self._alert()
                 self._troubles.counted(self.ledger.counters)
-                self._metrics.write(self._line())
+                self._metrics.write(self.figures())
                 self.standing = self.status()
                 self._rates.add(self.standing)
             except Exception as error:  # supervisor: see `_fail`
@@ -406,7 +406,7 @@ class BrokerServer:
             )
         self._alerted = unserved
 
-    def _line(self) -> dict[str, object]:
+    def figures(self) -> dict[str, object]:
         stats = self.ledger.stats(self._clock())
         self.load = load = self._meter.take()
         counters = {**self.ledger.counters, "live": len(self._records), "malformed": self.malformed}

@@ -88,18 +88,18 @@ class RecentRates:
     """Rates over the last `WINDOW_S`, from reports that were made on the way."""
 
     def __init__(self) -> None:
-        self._reports: deque[msg.StatusReport] = deque()
+        self.reports: deque[msg.StatusReport] = deque()
 
     def add(self, report: msg.StatusReport) -> None:
-        self._reports.append(report)
-        while live.elapsed_s(self._reports[0], report) > WINDOW_S:
-            self._reports.popleft()
+        self.reports.append(report)
+        while live.elapsed_s(self.reports[0], report) > WINDOW_S:
+            self.reports.popleft()
 
     def of(self, report: msg.StatusReport) -> dict[str, float]:
         """Empty while there is too little to compare with."""
-        if not self._reports or live.elapsed_s(self._reports[0], report) < LEAST_S:
+        if not self.reports or live.elapsed_s(self.reports[0], report) < LEAST_S:
             return {}
-        return msgspec.structs.asdict(live.rates(self._reports[0], report))
+        return msgspec.structs.asdict(live.rates(self.reports[0], report))
 
 
 class StatusDesk:

@@ -71,7 +71,7 @@ class Evaluator(RolloutActor[Command, Effect]):
             if isinstance(effect, AskAnswer):
                 self._generate(effect.rollout_id, effect.group_id, effect.problem, Purpose.EVAL, 0)
             else:
-                self._submissions.begin(self._outside.producer.retire(effect.group_id))
+                self.submissions.begin(self._outside.producer.retire(effect.group_id))
 
     def _look(self) -> None:
         """Says how far it is, once there are answers: what came before them is not the evaluation's pace."""

@@ -36,7 +36,7 @@ class Learning:
     def __init__(self, service: Service, engine: LearnerEngine) -> None:
         self._service = service
         self._engine = engine
-        self._progress = checkpoints.LearnerProgress()
+        self.progress = checkpoints.LearnerProgress()
         self._remote = open_remote(service.config.policy_url)
         self._publisher = Publisher(service.policies, sender_of(service))
         self._replay_log = ReplayLog(self._checkpoints)
@@ -55,7 +55,7 @@ class Learning:
         except Stopped:
             return None
         learning = cls(service, engine)
-        learning._resume()
+        learning.resume()
         return learning
 
     def close(self) -> None:
@@ -76,18 +76,18 @@ class Learning:
 
     @property
     def version(self) -> int:
-        return self._progress.version
+        return self.progress.version
 
     @property
     def _checkpoints(self) -> Path:
         return self._service.run_dir / "checkpoints"
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         is_new = not self._rebuild(lambda: None)
         found = versions.newest(self._service.policies)
         is_there = found is not None and found[0].version == self.version
         if found is None or not is_there or (self._trained_again and not self._engine.adopt(found[1])):
-            self._publish()
+            self.publish()
         if is_new:  # after the policy: samplers start meanwhile, and a new learner makes the same one again
             self._checkpoint()
 
@@ -99,7 +99,7 @@ class Learning:
             return False
         for note in resumed.notes:
             self._service.log.warning("checkpoint passed over", note=note)
-        self._progress = resumed.progress
+        self.progress = resumed.progress
         for batch, groups in self._replay_log.since(self.version):
             self._step(batch, groups, tick)
         self._trained_again = self.version - resumed.progress.version
@@ -111,8 +111,8 @@ class Learning:
     def train(self, batch: TrainBatch, groups: list[TrainGroup], tick: Callable[[], None]) -> UpdateReport:
         """One update on `batch`; the same report again for the batch that was trained last."""
         started = time.time()
-        if batch.batch_id == self._progress.last_batch_id:
-            return UpdateReport(batch.batch_id, self.version, self._progress.last_metrics, started, time.time())
+        if batch.batch_id == self.progress.last_batch_id:
+            return UpdateReport(batch.batch_id, self.version, self.progress.last_metrics, started, time.time())
         if batch.index != self.version and not self._is_lost:
             raise RunError(
                 f"{batch.batch_id} is for policy version {batch.index} and the learner has {self.version}",
@@ -144,7 +144,7 @@ class Learning:
         if is_due:
             self._checkpoint()
         took = {"time/checkpoint_s": time.time() - begun} if is_due else {}
-        self._publish()
+        self.publish()
         return took
 
     def _made(self, batch: TrainBatch, groups: list[TrainGroup], tick: Callable[[], None]) -> dict[str, float]:
@@ -172,12 +172,12 @@ class Learning:
         if self._service.config.method == "sft":
             metrics = without_behaviour(metrics)
         metrics |= self._engine.usage(metrics)
-        self._progress = checkpoints.LearnerProgress(
+        self.progress = checkpoints.LearnerProgress(
             version=self.version + 1,
             last_batch_id=batch.batch_id,
-            batches=self._progress.batches + 1,
-            samples=self._progress.samples + sum(len(group.samples) for group in groups),
-            tokens=self._progress.tokens + int(metrics["response_tokens"]),
+            batches=self.progress.batches + 1,
+            samples=self.progress.samples + sum(len(group.samples) for group in groups),
+            tokens=self.progress.tokens + int(metrics["response_tokens"]),
             last_metrics=metrics,
         )
         return metrics
@@ -190,10 +190,10 @@ class Learning:
         return UpdateReport(batch.batch_id, self.version, {}, started, time.time(), str(error))
 
     def _checkpoint(self) -> None:
-        self._engine.save(self._progress, self._service.config.learner.keep_checkpoints)
+        self._engine.save(self.progress, self._service.config.learner.keep_checkpoints)
         self._replay_log.forget(before=checkpoints.oldest(self._checkpoints))
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
         """Begins to: a copy of the weights is taken, the rest goes on beside the next update."""
         self._publisher.free()
         pending = self._engine.publish(self.version, self.version - 1 if self.version else None)

@@ -19,6 +19,7 @@ from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs import origins
 from kbrl_async.runs.config import Config, learner_threads
 from kbrl_async.runs.telemetry.progress import MAKING, Reporter
+from kbrl_async.weights import MADE
 from kbrl_async.weights.direct import Sender
 from protocols.records import CORRECTOR, VERIFIER
 from services.learner import ranks
@@ -187,7 +188,7 @@ def _begun_with(service: Service) -> Path | None:
     """The small policy that this run goes on with: one that was cut is not what the cache has for the next run."""
     found = versions.newest(service.policies) if service.config.model_name == origins.SMALL else None
     folder = Path(found[0].base_model) if found else None
-    return folder if folder is not None and (folder / origins.MADE).is_file() else None
+    return folder if folder is not None and (folder / MADE).is_file() else None
 
 
 def _made(service: Service, is_stopped: Callable[[], bool]) -> Path | str | None:

@@ -104,7 +104,7 @@ class Aggregator(RolloutActor[Command, Effect]):
             return
         report = msgspec.msgpack.decode(frames[-1], type=UpdateReport)
         await self._outside.recorder.updated(report)
-        self._submissions.begin(self._outside.producer.retire(task.task_id))
+        self.submissions.begin(self._outside.producer.retire(task.task_id))
         version, failure = report.policy_version, report.failure
         commands = self._state.trained(report.batch_id, version, report.metrics, failure, self.now)
         if not commands:
@@ -137,7 +137,7 @@ class Aggregator(RolloutActor[Command, Effect]):
                 case SendBatch():
                     self._train(effect.batch)
                 case ForgetGroup():
-                    self._submissions.begin(self._outside.producer.retire(effect.group_id))
+                    self.submissions.begin(self._outside.producer.retire(effect.group_id))
                 case CurriculumMoved():
                     self._log.info("curriculum", change=effect.change, shown=f"curriculum: {effect.change}")
                 case RoundStarted():
@@ -151,10 +151,10 @@ class Aggregator(RolloutActor[Command, Effect]):
         closed = closed_in(effects)
         if not closed:
             return
-        self._submissions.begin(self._outside.recorder.ended(closed, self.now))
+        self.submissions.begin(self._outside.recorder.ended(closed, self.now))
         for group in closed:
             self._log.debug("group ended", group=group.group_id, outcome=group.outcome, reason=group.reason)
-            self._submissions.begin(self._outside.producer.retire(group.group_id))
+            self.submissions.begin(self._outside.producer.retire(group.group_id))
         if untaught := self._failures.note(closed):
             self._log.warning("no group teaches anything", in_a_row=untaught, advice=ADVICE)
 
@@ -170,9 +170,9 @@ class Aggregator(RolloutActor[Command, Effect]):
     def _train(self, batch: BatchMade) -> None:
         header = TrainBatch(batch.batch_id, batch.index, self._config.temperature, batch.group_ids)
         groups = self._state.train_groups(batch.batch_id)
-        self._submissions.begin(self._outside.recorder.batch(batch, groups))
+        self.submissions.begin(self._outside.recorder.batch(batch, groups))
         frames = [msgspec.msgpack.encode(header), *batch_frames(groups)]
-        self._submissions.begin(self._outside.producer.submit(batch.batch_id, Stage.TRAIN, frames, batch.batch_id))
+        self.submissions.begin(self._outside.producer.submit(batch.batch_id, Stage.TRAIN, frames, batch.batch_id))
 
     def _begin(self) -> None:
         if self._state.is_finished and not self._state.has_ended:

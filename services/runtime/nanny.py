@@ -10,6 +10,9 @@ decides what an exit means::
     else, signal a crash: started again, at once where it had lived for `STEADY_S` and else with back-off, until
                  `MAX_CRASHES` in `CRASH_WINDOW_S`
 
+Asked to end, a child that has to be killed is a failure (1) only where it was at work: one that starts can't hear a
+signal while it reads a large model, and holds nothing yet.
+
 A child that shows no sign of life (`pulse`) is killed, which is a crash. The child dies with its nanny
 (PR_SET_PDEATHSIG), so `kill -9` leaves no orphan. Where a launcher has started the nanny and says so
 (`KBRL_LAUNCHER`), its death is a SIGTERM to the nanny; without one, nobody's death matters. The module of a service
@@ -223,6 +226,8 @@ class Nanny:
         """Crashes in a row of children that had hardly begun."""
         self._child: subprocess.Popen[bytes] | None = None
         self._stop_at: float | None = None
+        self._was_starting = False
+        """The child was asked to end when it was not at work yet: it held nothing, and may not have heard it."""
         self._began = clock()
         self._launcher = os.environ.get(LAUNCHER, "") if launcher is None else launcher
         self._looked_at = clock()
@@ -241,7 +246,7 @@ class Nanny:
             if code in FINAL_CODES:
                 return code
             if self._stop_at is not None:
-                return 0 if code in (-signal.SIGTERM, FULL_CODE) else 1
+                return 0 if code in (-signal.SIGTERM, FULL_CODE) or self._was_starting else 1
             given_up = self._wait_for_room() if code == FULL_CODE else self._wait_after_crash(code)
             if self._stop_at is not None:
                 return 0
@@ -277,7 +282,7 @@ class Nanny:
         return HostError.exit_code
 
     def _run_once(self) -> int:
-        self._began = self._clock()
+        self._began, self._was_starting = self._clock(), True
         with Pulse(self._clock) as pulse:
             mine = {CHILD_MARK: str(os.getpid()), PULSE: str(pulse.writer)}
             environment = {**QUIET_THREADS, **os.environ, **mine}
@@ -295,10 +300,13 @@ class Nanny:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(timeout=0.2)
+            why = pulse.look(child.pid)
+            if self._stop_at is None:
+                self._was_starting = not pulse.has_served
             self._look_at_launcher()
             if self._stop_at is not None and self._clock() > self._stop_at + STOP_GRACE_S + 0.5:
                 child.kill()
-            elif why := pulse.look(child.pid):
+            elif why:
                 self._say(f"{self._name} does nothing any more: {why}; it is killed")
                 child.kill()
 

@@ -73,7 +73,8 @@ class Pulse:
         self._limit_s = float(os.environ.get(WEDGED, WEDGED_S)) if wedged_s is None else wedged_s
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
-        self._has_served = False
+        self.has_served = False
+        """As of the last look."""
         self._silent_s = self._idle_s = 0.0
         self._used: int | None = None
         self._looked_at = clock()
@@ -98,7 +99,7 @@ class Pulse:
         self._used = used
         if not self._limit_s:
             return ""
-        limit_s = self._limit_s if self._has_served else max(self._limit_s, STARTING_S)
+        limit_s = self._limit_s if self.has_served else max(self._limit_s, STARTING_S)
         if self._idle_s >= limit_s:
             return f"no sign of life for {self._silent_s:.0f} s"
         return f"its loop has not turned for {self._silent_s:.0f} s" if self._silent_s >= STUCK_S else ""
@@ -108,7 +109,7 @@ class Pulse:
             beats = os.read(self._reader, 4096)
         except BlockingIOError:
             return False
-        self._has_served |= b"!" in beats
+        self.has_served |= b"!" in beats
         return bool(beats)
 
 

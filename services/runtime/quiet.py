@@ -57,7 +57,7 @@ class PauseGate:
         self._pauses = Pauses()
         self._changed = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._standing = self._at_work = self._unstoppable = self._waiting = 0
+        self.standing = self._at_work = self._unstoppable = self._waiting = 0
         self.held_s = 0.0
         """Time that working threads stood here."""
 
@@ -79,7 +79,7 @@ class PauseGate:
     def look(self) -> None:
         """Answer if nothing runs; called whenever that may have changed."""
         is_idle = not self._at_work and self._is_idle()
-        if not self.is_open and not self._unstoppable and (self._standing or is_idle):
+        if not self.is_open and not self._unstoppable and (self.standing or is_idle):
             self._answer()
 
     @property
@@ -129,17 +129,17 @@ class PauseGate:
             return
         begun = self._clock()
         with self._changed:
-            self._standing += 1
+            self.standing += 1
             self._loop.call_soon_threadsafe(self.look)
             # What can't stand still may need this very thread to end.
             while not self._unstoppable and not self._pauses.is_open(self._clock()):
                 self._changed.wait(self._pauses.left_s(self._clock()))
-            self._standing -= 1
+            self.standing -= 1
         self.held_s += self._clock() - begun
 
     def _answer(self) -> None:
         with self._changed:
-            answers = self._pauses.to_answer(is_idle=not (self._standing or self._at_work or self._waiting))
+            answers = self._pauses.to_answer(is_idle=not (self.standing or self._at_work or self._waiting))
         for answer in answers:
             self._send(answer)
 

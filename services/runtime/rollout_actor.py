@@ -88,8 +88,8 @@ class RolloutActor(ABC, Generic[CommandT, EffectT]):
         self._manager = RolloutManager(rollout_rules(self._config), state, prompts, sampling)
         self._clock = clock
         self._started = clock() - state.clock
-        self._wake = asyncio.Event()
-        self._submissions = Submissions(self._wake)
+        self.woken = asyncio.Event()
+        self.submissions = Submissions(self.woken)
 
     @property
     def now(self) -> float:
@@ -100,7 +100,7 @@ class RolloutActor(ABC, Generic[CommandT, EffectT]):
     async def handle(self, task: Task, frames: list[bytes]) -> HandlerOutcome:
         with bound(task_id=task.task_id, group_id=task.group_id):
             await self._take(task, frames)
-        self._wake.set()
+        self.woken.set()
         return HandlerOutcome()
 
     async def _take(self, task: Task, frames: list[bytes]) -> None:
@@ -175,13 +175,13 @@ class RolloutActor(ABC, Generic[CommandT, EffectT]):
             while (command := self._state.due(self.now)) is not None:
                 self.do(command)
             self._look()
-            self._wake.clear()
+            self.woken.clear()
             if self._state.has_ended:
                 break
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), IDLE_S)
-            self._submissions.check()
-        await self._submissions.finish()
+                await asyncio.wait_for(self.woken.wait(), IDLE_S)
+            self.submissions.check()
+        await self.submissions.finish()
 
     def _begin(self) -> None:
         """Before anything is asked for."""
@@ -194,4 +194,4 @@ class RolloutActor(ABC, Generic[CommandT, EffectT]):
         max_staleness = self._config.max_staleness if purpose is Purpose.TRAIN else -1
         frames, task_id = [msgspec.msgpack.encode(request)], turn_id(rollout_id, request.turn)
         submit = self._outside.producer.submit
-        self._submissions.begin(submit(task_id, Stage.GENERATE, frames, group_id, max_staleness, self._config.backend))
+        self.submissions.begin(submit(task_id, Stage.GENERATE, frames, group_id, max_staleness, self._config.backend))

@@ -109,7 +109,7 @@ class Worker:
         self._handler = handler
         self._clock = clock
         self._wedge_s = wedge_s
-        self._drain_s = drain_s
+        self.drain_s = drain_s
         self._auto_busy = auto_busy
         self._running_now = asyncio.Semaphore(concurrency or slots)
         self._setbacks = Setbacks(free=2 * slots)
@@ -161,7 +161,7 @@ class Worker:
             helper.add_done_callback(self._helper_ended)
         try:
             await self._until(lambda: self.session.draining or self._failure is not None, None)
-            await self._until(lambda: self._failure is not None or not self.session.held, self._drain_s)
+            await self._until(lambda: self._failure is not None or not self.session.held, self.drain_s)
         finally:
             await self._leave(helpers)
         if self._failure is not None:

@@ -126,7 +126,7 @@ class Mirror:
             listing = msgspec.json.decode(text, type=PolicyListing)
         except msgspec.DecodeError as error:
             raise InfraError(f"the broker's listing of the policy can't be read: {error}", "Use one version") from error
-        if any(not _is_inside(file.path) for file in listing.files):
+        if any(not is_inside(file.path) for file in listing.files):
             raise InfraError("the broker's listing of the policy names files outside of it", "Look at the broker")
         return listing
 
@@ -180,6 +180,6 @@ class Mirror:
             self._tick()
 
 
-def _is_inside(path: str) -> bool:
+def is_inside(path: str) -> bool:
     parts = PurePosixPath(path).parts
     return bool(parts) and ".." not in parts and not path.startswith("/")

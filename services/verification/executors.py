@@ -23,7 +23,7 @@ from kbrl_async.kernels.problems.precision import in_precision
 from kbrl_async.rollouts.scoring import received
 from kbrl_async.serving.documents import Ask, Job, Outcome, as_classes
 from protocols.messages import Stage, Task
-from protocols.records import Fault, Generation, Problem, RolloutRequest, SamplingParams
+from protocols.records import Fault, Generation, Problem, Purpose, RolloutRequest, SamplingParams
 from protocols.rollout import Record
 from services.runtime.worker import HandlerOutcome as TaskOutcome
 
@@ -121,7 +121,9 @@ class OverBroker:
         backend = candidate.backend if candidate else ask.backend
         problem, now = self._problems.find(ask, backend), time.time()
         timed = ask.timing and self._timing
-        request = RolloutRequest(job.id, job.id, problem, "", backend, SamplingParams(0), admitted_at=now, timed=timed)
+        request = RolloutRequest(  # no training: whoever asks for a verdict is told of all secret sets
+            job.id, job.id, problem, "", backend, SamplingParams(0), Purpose.EVAL, admitted_at=now, timed=timed
+        )
         fault = Fault.FORMAT_ERROR if candidate is None else Fault.OK
         said = Generation(-1, [], [], [], "", "stop", candidate, fault, reading.problem, "", now, now)
         return Record.of(request, said)

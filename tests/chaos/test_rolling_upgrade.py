@@ -37,7 +37,7 @@ async def main():
     serving = asyncio.create_task(broker.run())
     while not hasattr(broker, "ledger"):
         await asyncio.sleep(0.01)
-    submit, work = (r.socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\\0").decode() for r in broker._bound)
+    submit, work = (r.socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\\0").decode() for r in broker.bound)
     scoring = asyncio.create_task(Worker(work, "scorer", ["score"], 8, score).run())
     has_more = FIELD in msg.Hello.__struct_fields__
     print(json.dumps({"work": work, "build": "next" if has_more else "today"}), flush=True)
@@ -47,7 +47,7 @@ async def main():
         while not done.done():
             await producer.submit(f"t{count}", "compile", [b"request"])
             count += 1
-            print(json.dumps({"scored": sum(seen.values()), "builds": builds}), flush=True)
+            print(json.dumps({"there": [*broker.ledger.pool.by_id], "builds": builds}), flush=True)
             await asyncio.sleep(0.01)
         while len(seen) < count:
             await asyncio.sleep(0.02)
@@ -91,7 +91,7 @@ class Site:
             command, env=environment(build), cwd=REPOSITORY / "tests", text=True, stdin=end, stdout=end
         )
 
-    def _next(self) -> Any:
+    def read(self) -> Any:
         assert self.process.stdout is not None
         while not (line := self.process.stdout.readline()).startswith("{"):  # the broker's log
             assert line, "the site has ended"
@@ -102,20 +102,22 @@ class Site:
         if (old := self.workers.pop(stage, None)) is not None:
             old.send_signal(signal.SIGTERM)
             assert old.wait(PATIENCE_S) == 0
+            while f"{stage}.1" in self.read()["there"]:
+                pass  # what it gives back may be read after the next one's first word, which takes all from it
         following = {"compile": "bench", "bench": "score"}[stage]
         self.workers[stage] = self._start(WORKER, build, self.said["work"], stage, following)
 
     def until(self, worked: str, count: int = 5) -> None:
         """Until so many candidates that this stage of this build has worked on were scored."""
         deadline = time.monotonic() + PATIENCE_S
-        while self._next()["builds"].get(worked, 0) < count:
+        while self.read()["builds"].get(worked, 0) < count:
             assert time.monotonic() < deadline, f"{worked} has done nothing"
 
     def end(self) -> Any:
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        while "count" not in (said := self._next()):
+        while "count" not in (said := self.read()):
             pass
         return said
 
@@ -134,7 +136,7 @@ def newer(tmp_path: Path) -> Path:
 def site(request: pytest.FixtureRequest, tmp_path: Path, newer: Path) -> Iterator[Site]:
     site = Site(tmp_path, newer if request.param == "next" else None)
     try:
-        site.said = site._next()
+        site.said = site.read()
         assert site.said["build"] == request.param
         yield site
     finally:
@@ -149,7 +151,7 @@ def test_workers_are_upgraded_one_by_one_and_back_while_the_run_goes_on(site: Si
     site.until("compile next")
     site.replace("bench", newer)
     site.until("bench next")
-    already = site._next()["builds"]["compile today"]
+    already = site.read()["builds"]["compile today"]
     site.replace("compile", None)
     site.until("compile today", already + 5)
     end = site.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -79,19 +80,27 @@ def started(tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.parametrize("words", [(), ("--broker", "timing_bench.cap_s=0.05")], ids=["alone", "over a broker"])
 def test_verdicts_are_real_and_survive_kill_9(started: Any, words: tuple[str, ...]) -> None:
     service = started(*words)
-    right = service.ask().json()
-    wrong = service.ask(candidate=WRONG).json()
-    assert (right["ok"], right["verdict"]["verdict"]["passed"] > 0, right["reward"] >= 0.65) == (True, True, True)
-    untimed = service.ask(timing=False).json()
-    assert (right["verdict"]["timing"]["lo"] > 0, untimed["ok"], untimed["verdict"]["timing"]) == (True, True, None)
-    assert (wrong["fault"], wrong["fault_owner"], wrong["reward"] < 0.5) == ("incorrect", "candidate", True)
+    right = as_expected(service.ask().json(), "ok")
+    as_expected(service.ask(candidate=WRONG).json(), "incorrect")
+    untimed = as_expected(service.ask(timing=False).json(), "ok")
+    proven, lo = right["verdict"]["verdict"]["passed"], right["verdict"]["timing"]["lo"]
+    assert (proven > 0, lo > 0, right["reward"] >= 0.65) == (True, True, True), json.dumps(right)
+    assert untimed["verdict"]["timing"] is None, json.dumps(untimed)
     queued = [service.ask(candidate=SOFTMAX + f"\n# {n}\n", wait_s=0).json()["id"] for n in range(3)]
     service.kill()
 
     again = started(*words)
     assert again.ask().json()["finished_at"] == right["finished_at"]  # known, not done again
-    found = [wait_for(again, job) for job in queued]
-    assert [(one["ok"], one["fault"]) for one in found] == [(True, "ok")] * 3
+    for job in queued:
+        as_expected(wait_for(again, job), "ok")
+
+
+def as_expected(answer: dict[str, Any], fault: str) -> dict[str, Any]:
+    """The message holds all of an answer that is another one: what a loaded host does may not come again for weeks."""
+    is_right = fault == "ok"
+    found = answer["ok"], answer["fault"], answer["fault_owner"] == "candidate", answer["reward"] >= 0.5
+    assert found == (is_right, fault, not is_right, is_right), json.dumps(answer)
+    return answer
 
 
 def wait_for(service: Service, job: str) -> dict[str, Any]:

@@ -1,4 +1,10 @@
-"""GPU tests run where there is a CUDA device and are skipped, with the reason, elsewhere."""
+"""GPU tests run where there is a CUDA device and are skipped, with the reason, elsewhere.
+
+Several share a GPU, but for those that need its memory or its time for themselves, which come after them::
+
+    pytest tests/gpu -n 5 -m 'not alone'
+    pytest tests/gpu -m alone
+"""
 
 from __future__ import annotations
 

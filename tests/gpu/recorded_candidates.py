@@ -127,6 +127,23 @@ def cuda(*body: str) -> str:
     return _CUDA.replace("BODY", "\n".join(body)) + model("return extension.run(x)")
 
 
+def graphed(*body: str, init: str = "pass") -> str:
+    """Once it captures these lines, which take `self.a` to `self.y`; then it replays them."""
+    return triton(
+        "if not hasattr(self, 'graph'):",
+        "    self.a, self.y = x.clone(), torch.empty_like(x)",
+        *(f"    {line}" for line in body),
+        "    torch.cuda.synchronize()",
+        "    self.graph = torch.cuda.CUDAGraph()",
+        "    with torch.cuda.graph(self.graph):",
+        *(f"        {line}" for line in body),
+        "self.a.copy_(x)",
+        "self.graph.replay()",
+        "return self.y.clone()",
+        init=init,
+    )
+
+
 def launched(more: str = "") -> tuple[str, str, str]:
     return "y = torch.empty_like(x)", f"{_LAUNCH}{more})", "return y"
 
@@ -237,6 +254,28 @@ KINDS = {
     ),
     "reads back": Kind(triton("f = float(x[0, 0])", *launched()), "triton", refused="reads from it"),
     "draws": Kind(triton("x = x + 0 * torch.rand_like(x)", *launched()), "triton", refused="draws random numbers"),
+    "a graph of its own": Kind(
+        graphed("twice[(512,)](self.a, self.y, x.numel(), BLOCK=1024)"), "triton", ("Memcpy", "Kernel", "Memcpy")
+    ),
+    "a graph of its own with operators": Kind(
+        graphed(
+            "h = torch.addmm(self.linear.bias, self.a, self.linear.weight.t())",
+            "self.y = torch.empty_like(h)",
+            "twice[(128,)](h, self.y, h.numel(), BLOCK=1024)",
+            init="self.linear = nn.Linear(1024, 256)",
+        ),
+        "triton",
+        ("Memcpy", "aten::addmm", "Kernel", "Memcpy"),
+        problem=LINEAR,
+    ),
+    "a graph of its own that draws": Kind(
+        graphed(
+            "self.a.add_(torch.rand_like(self.a), alpha=0)",
+            "twice[(512,)](self.a, self.y, x.numel(), BLOCK=1024)",
+        ),
+        "triton",
+        refused="in a CUDA graph of its own, aten::rand_like draws random numbers",
+    ),
     "fails": Kind(triton('raise ValueError("no")'), "triton", refused="ValueError: no"),
     "faults": Kind(
         cuda(_PLAIN.replace("y.data_ptr<float>()", "(float*)(1ll << 45)")), "cuda", refused="ILLEGAL_ADDRESS"

@@ -115,6 +115,7 @@ HOARDED = matmul(
 )
 
 
+@pytest.mark.alone
 def test_memory_that_a_candidate_keeps_from_the_bench_is_its_own_fault(judge: Judge) -> None:
     """What it leaves is enough for itself and for none of our comparisons: nobody else is to blame for that."""
     problem = MATMUL.replace("2048", "8192")

@@ -13,7 +13,7 @@ from kbrl_async.kernels.timing.cuda.calibration import Calibration
 from protocols.records import BenchReport, Fault, Timing
 from tests.gpu.bench_candidates import ADD, INLINE, MATMUL, matmul, nvrtc
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 Judge = Callable[..., BenchReport]
 
 

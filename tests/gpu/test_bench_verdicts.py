@@ -74,7 +74,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.alone) if name == "device memory" else name for name in FAULTS]
+)
 def test_a_fault_is_the_candidates_and_the_next_candidate_is_judged_rightly(judge: Judge, name: str) -> None:
     source, fault = FAULTS[name]
     verdict = judge(ADD, source, "cuda-nvrtc").verdict
@@ -96,6 +98,7 @@ def test_a_fault_of_host_code_is_the_candidates(judge: Judge, name: str) -> None
     assert judge(MATMUL, source).verdict.fault is fault
 
 
+@pytest.mark.alone
 def test_nothing_of_dead_candidates_stays_on_the_gpu(judge: Judge) -> None:
     judge(ADD, nvrtc(), "cuda-nvrtc")
     time.sleep(1.0)  # the next candidate's process is getting ready
@@ -115,7 +118,7 @@ def test_a_gpu_whose_canary_fails_is_named_and_judges_nobody_any_more(monkeypatc
     health = GpuHealth(torch.device("cuda", 0))
     health.enter()
     health.check(0)
-    monkeypatch.setattr(health, "_canary", lambda: False)
+    monkeypatch.setattr(health, "canary", lambda: False)
     with pytest.raises(InfraError, match=r"cuda:0 .* is in quarantine"):
         health.check(0)
     with pytest.raises(InfraError, match="quarantine"):

@@ -23,7 +23,7 @@ NEIGHBOURS = nvrtc("if (i < n) out[i] = x[i] * 2 + y[i] + between[i + n + 8];")
 @pytest.fixture
 def pieces(gpu_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
     """Seconds and counts of what is judged."""
-    monkeypatch.setattr(gpu_bench, "_options", msgspec.structs.replace(gpu_bench._options, alone_share=0.0))
+    monkeypatch.setattr(gpu_bench, "options", msgspec.structs.replace(gpu_bench.options, alone_share=0.0))
     found = dict[str, float]()
     token = spans.set(found)
     yield found

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from protocols.records import OBSERVED, REPLAYED, BenchReport, Fault
+from benchmarks.verification.sources import made
+from kbrl_async.kernels.problems import load_problems
+from protocols.records import OBSERVED, REPLAYED, BenchReport, Fault, Problem
 from tests.gpu.bench_candidates import ADD, GOOD, INLINE, TRITON, nvrtc
 
 pytestmark = pytest.mark.gpu
@@ -109,7 +111,7 @@ HOSTS = {
     ),
     "waits": (REPLAYED, LAUNCH, f"{LAUNCH}\n        torch.cuda.synchronize()"),
     "a graph of its own": (
-        OBSERVED,
+        REPLAYED,
         LAUNCH,
         "if not hasattr(self, 'graph'):\n"
         "            self.a, self.b, self.c = x.clone(), y.clone(), torch.empty_like(x)\n"
@@ -129,14 +131,7 @@ HOSTS = {
 }
 
 
-OWN_GRAPH = pytest.mark.xfail(
-    reason="its launches lie in its graph: nobody sees them, so that it is `unproven`; no accusation", strict=True
-)
-
-
-@pytest.mark.parametrize(
-    "style", [pytest.param(name, marks=OWN_GRAPH if name == "a graph of its own" else ()) for name in HOSTS]
-)
+@pytest.mark.parametrize("style", HOSTS)
 def test_honest_host_code_is_nobodys_fraud(judge: Judge, style: str) -> None:
     """What is not replayed has a reason, and is right all the same."""
     trust, old, new = HOSTS[style]
@@ -182,3 +177,37 @@ def test_honest_ones_of_other_backends_are_replayed(judge: Judge, style: str) ->
     source, backend = OTHERS[style]
     verdict = judge(ADD, source, backend, timing=True).verdict
     assert (verdict.fault, verdict.trust) == (Fault.OK, REPLAYED), verdict
+
+
+CHANGES_ITS_INPUT = """
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        x *= 0.25 + x.mean().sigmoid()
+        return x + 1
+
+def get_inputs():
+    return [torch.randn(64, 4096)]
+
+def get_init_inputs():
+    return []
+"""
+LOOKS_AT_ITS_INPUT = CHANGES_ITS_INPUT.replace("x *=", "x = x *").replace(
+    "    return [torch.randn(64, 4096)]",
+    "    x = torch.randn(64, 4096)\n    return [x if torch.equal(x, x) else x + 1]",
+)
+PREPARED = {
+    "gradients": load_problems(levels=[5], shapes="gpu")[0].source,
+    "inputs that are looked at": LOOKS_AT_ITS_INPUT,
+    "inputs that are changed": CHANGES_ITS_INPUT,
+}
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_what_prepares_the_librarys_input_is_honest_and_what_copies_its_answer_is_not(judge: Judge, name: str) -> None:
+    problem = Problem("L1/01_test", 1, "test", PREPARED[name])
+    verdict = judge(problem.source, made(problem, "triton", lazy=True).source, "triton").verdict
+    assert (verdict.fault, verdict.trust) == (Fault.OK, REPLAYED), verdict
+    verdict = judge(problem.source, made(problem, "triton", lazy=False).source, "triton").verdict
+    assert verdict.rule == "decoy_kernel", verdict

@@ -17,7 +17,7 @@ from kbrl_async.learning.trainer import Trainer
 from protocols.records import TrainGroup, TrainSample
 from tests.models import tiny_model, update_settings
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 VOCABULARY = 1000
 
 

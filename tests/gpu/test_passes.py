@@ -26,7 +26,7 @@ WHERE = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module")
 def passes() -> Iterator[Passes]:
-    kept = fused._known.pop(WHERE, None)  # `compare` does it by torch's operators here
+    kept = fused.known.pop(WHERE, None)  # `compare` does it by torch's operators here
     yield Passes(WHERE)
     if kept is not None:
         fused.use(WHERE, kept)
@@ -51,7 +51,7 @@ def test_a_comparison(passes: Passes, dtype: torch.dtype, count: int, spoil: int
         got[7], got[8], expected[8], got[9], expected[9] = torch.nan, torch.nan, torch.nan, torch.inf, torch.inf
     plain, found = compare.difference(got, expected, allowed), passes.difference(got, expected, allowed)
     assert found is not None
-    told = compare._told(found, got, expected, allowed)
+    told = compare.difference_of(found, got, expected, allowed)
     assert (told.wrong, told.total, told.where) == (plain.wrong, plain.total, plain.where)
     assert told.nans == plain.nans or not plain.wrong
     assert told.allowed == pytest.approx(plain.allowed, rel=1e-4)
@@ -72,7 +72,7 @@ def test_what_is_no_number_or_infinite(passes: Passes) -> None:
         found = passes.difference(got, expected, allowed)
         assert found is not None
         assert found.wrong == compare.difference(got, expected, allowed).wrong == wrong
-        assert compare._told(found, got, expected, allowed).wrong == wrong
+        assert compare.difference_of(found, got, expected, allowed).wrong == wrong
 
 
 def test_equality_and_one_byte_everywhere(passes: Passes) -> None:

@@ -15,7 +15,7 @@ from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
 from protocols.records import Candidate, Fault, Problem
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 DISTURBED = Peaks("gpu", memory_gbs=100.0, cache_gbs=45.0, cache_bytes=50 << 20, fp32_gflops=1000.0)
 """As a GPU gave them that three benches and an engine were starting on."""
 CHAIN = """

@@ -163,7 +163,7 @@ def builder(gpu_builder: Builder) -> Builder:
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cuda, "_registered", {})
+    cuda.forget()
 
 
 def run_child(folder: Path, artifact: Path) -> dict[str, object]:

@@ -106,15 +106,15 @@ def test_groups_of_a_bench_that_is_gone_are_free_again() -> None:
     assert affinity.choose(task("g1", 0), [task("g2", 1)], "b2").group_id == "g2"
     affinity.gone("b1")
     assert affinity.choose(task("g1", 0), [task("g2", 1)], "b2").group_id == "g1"
-    assert not affinity._homes
 
 
 def test_only_the_newest_groups_of_a_bench_are_remembered() -> None:
     affinity = Affinity()
     for number in range(100):
         affinity.served("b1", f"g{number}")
-    assert list(affinity._groups["b1"]) == [f"g{number}" for number in range(100 - KEPT, 100)]
-    assert set(affinity._homes) == set(affinity._groups["b1"])
+    newest, forgotten = f"g{100 - KEPT}", f"g{99 - KEPT}"
+    assert affinity.choose(task(forgotten, 0), [task(newest, 1)], "b1").group_id == newest
+    assert affinity.choose(task(newest, 0), [task(forgotten, 1)], "b2").group_id == forgotten, "it is nobody's now"
 
 
 def test_a_bench_that_refused_a_task_does_not_get_it_for_its_group(desk: Desk) -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ import pytest
 from protocols import messages as msg
 from protocols.auth import Role
 from protocols.names import unresolved
+from services.broker.journal import Journal
 from services.broker.server import BrokerServer
 from services.broker.status import WINDOW_S, RecentRates
 from services.runtime import HandlerOutcome, Producer, Worker
@@ -51,23 +53,21 @@ async def test_workers_that_beat_while_the_disk_held_the_broker_up_keep_their_le
         async with Producer(run.submit) as producer:
             await producer.submit("slow", "bench", [])
             await until(lambda: any(w.leases for w in run.broker.ledger.pool.by_id.values()))
-            journal = run.broker._journal
-            assert journal is not None
-            commit = journal.commit
+            commit = Journal.commit
             stalls: list[float] = []
 
-            def stalled(counters: dict[str, int]) -> None:
+            def stalled(journal: Journal, counters: dict[str, int]) -> None:
                 if not stalls:
                     stalls.append(STALL_S)
                     time.sleep(STALL_S)  # a disk whose fsync takes this long holds the broker's own loop
-                commit(counters)
+                commit(journal, counters)
 
-            journal.commit = stalled  # type: ignore[method-assign]
-            async with run.running(run.worker("farm", "compile", works)):
-                await producer.submit("t1", "compile", [])
-                await until(lambda: run.count("finished") == 1)
-            (process.stdin or _nobody()).write(b"go\n")
-            await until(lambda: run.count("finished") == 2)
+            with patch.object(Journal, "commit", stalled):
+                async with run.running(run.worker("farm", "compile", works)):
+                    await producer.submit("t1", "compile", [])
+                    await until(lambda: run.count("finished") == 1)
+                (process.stdin or _nobody()).write(b"go\n")
+                await until(lambda: run.count("finished") == 2)
         assert stalls
         # not `duplicates`: a result that waits for its Ack is sent again
         assert (run.count("expired"), run.count("lost"), run.count("finished")) == (0, 0, 2)
@@ -178,7 +178,7 @@ def test_rates_and_their_window_do_not_follow_a_clock_that_jumps(jump_s: float) 
         recent.add(report(float(second)))
     found = recent.of(report(100.0))
     assert found["rollouts_per_s"] == pytest.approx(10.0)
-    assert len(recent._reports) <= WINDOW_S + 2
+    assert len(recent.reports) <= WINDOW_S + 2
 
 
 @scenario

@@ -23,6 +23,7 @@ from protocols.rollout import RecordError
 from protocols.sockets import connect_dealer
 from services.broker.options import BrokerOptions
 from services.broker.server import BrokerServer
+from services.broker.status import StatusDesk
 from services.runtime import HandlerOutcome, Producer
 from tests.brokers import PATIENCE_S, beside, ends, until
 from tests.protocol.live import LEDGER, TTL_S, Run, scenario
@@ -143,7 +144,7 @@ async def test_a_wedged_worker_is_suspected_and_its_task_done_elsewhere(run: Run
         async with run.running(run.worker("farm", "compile", ends)):
             await until(lambda: run.broker.ledger.pool.by_id["wedged"].suspect)
             await until(lambda: run.count("finished") == 1)
-        wedged._drain_s = 0.0
+        wedged.drain_s = 0.0
 
 
 @scenario
@@ -343,13 +344,13 @@ def test_a_full_disk_stops_the_broker_and_what_it_acknowledged_is_there_afterwar
     asyncio.run(look())
 
 
-def test_a_broker_whose_timer_fails_ends_with_the_reason(tmp_path: Path) -> None:
+def test_a_broker_whose_timer_fails_ends_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
-        def broken() -> None:
+        def broken(_: StatusDesk) -> None:
             raise OSError("too many open files")
 
-        broker = BrokerServer(beside(tmp_path, ledger=LEDGER))
-        broker._answer_viewers = broken  # type: ignore[method-assign]
+        broker = BrokerServer(beside(tmp_path, ledger=LEDGER, status_address=f"ipc://{tmp_path}/status"))
+        monkeypatch.setattr(StatusDesk, "serve", broken)
         await asyncio.wait_for(broker.run(), PATIENCE_S)
 
     with pytest.raises(OSError, match="too many open files"):

@@ -57,6 +57,20 @@ def test_what_only_a_lie_explains_does_not(first: BenchReport, second: BenchRepo
     assert not agree(second, first, 0.25)
 
 
+def spared(speedup: float = 0.4, total: int = 3) -> BenchReport:
+    return BenchReport(Verdict(Fault.OK, total, total), timing(speedup))
+
+
+def test_a_slow_kernel_that_one_bench_spared_the_sets_it_fails_makes_no_liar_of_anybody() -> None:
+    wrong = report(fault=Fault.INCORRECT, passed=4)
+    assert agree(spared(), wrong, 0.25)
+    assert agree(wrong, spared(), 0.25)
+    for lie in (spared(2.0), spared(total=10), msgspec.structs.replace(spared(), timing=None)):
+        assert not agree(lie, wrong, 0.25)
+    for other in (report(fault=Fault.INCORRECT, passed=2), report(fault=Fault.CHEATING, passed=5)):
+        assert not agree(spared(), other, 0.25)
+
+
 BUILT = BuildReport(Fault.OK, {"unit": "ab" * 32}, toolchain="gcc 12.2.0 znver4 1f3c", message="from here")
 OF_GPU = msgspec.structs.replace(BUILT, toolchain="nvcc 13.0 sm_90 fast")
 
@@ -401,4 +415,4 @@ def test_a_lying_farm_is_found_out_by_a_live_broker(tmp_path: Path) -> None:
     records, broker = what_goes_on(tmp_path, "compile", lie, said(BUILT, "bench"), ["bench", "score"], 40)
     faults = {msgspec.msgpack.decode(frames[1], type=BuildReport).fault for frames in records}
     assert faults == {Fault.OK}, "no lie has gone on"
-    assert not broker._opinions, "nothing is kept of what was settled"
+    assert not broker.opinions, "nothing is kept of what was settled"

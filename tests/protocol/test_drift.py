@@ -99,8 +99,8 @@ def test_a_broker_that_has_candidates_timed_twice_tells_that_a_bench_is_ahead(tm
                 await until(lambda: run.count("finished") == ENOUGH)
         finally:
             await run.crash()
-        drift = run.broker._line()["drift"]
+        drift = run.broker.figures()["drift"]
         assert drift == {"ahead/behind": {"compared": ENOUGH, "median": pytest.approx(0.0953), "apart": 0.0}}
-        assert "above those of behind" in run.broker._troubles.listed()[-1].what
+        assert "above those of behind" in run.broker.status().troubles[-1].what
 
     asyncio.run(play())

@@ -153,7 +153,7 @@ async def test_connections_are_counted_and_beyond_the_limit_refused(site: Site) 
     first = site.dealer(site.guest)
     assert await site.answer(first, HELLO) == "Welcome"
     await until(lambda: gate.connections == 1)
-    gate._max_connections = 1
+    gate.max_connections = 1
     assert await site.is_ignored(site.dealer(site.ring.local(Role.BENCH)), msg.Hello("local.1", "a", ["bench"], 1))
     first.close()
     await until(lambda: gate.connections <= 1)

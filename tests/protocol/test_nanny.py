@@ -239,6 +239,23 @@ def test_a_nanny_whose_launcher_is_gone_drains_and_ends(tmp_path: Path) -> None:
             assert nanny.stdout.read() == b"bye\n"
 
 
+@pytest.mark.parametrize(("beat", "code"), [(b".", 0), (b"!", 1)], ids=["starts", "serves"])
+def test_who_has_to_be_killed_at_a_stop_has_failed_only_if_it_was_at_work(
+    monkeypatch: pytest.MonkeyPatch, beat: bytes, code: int
+) -> None:
+    """A start, such as the reading of a large model, can't hear a signal, and holds nothing yet."""
+    monkeypatch.setattr(nanny_module, "LAUNCHER_LOOK_S", 0.0)
+    monkeypatch.setattr(nanny_module, "STOP_GRACE_S", 0.0)
+    with subprocess.Popen(["sleep", "600"]) as launcher:
+        deaf = f"""
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.write(int(os.environ["KBRL_NANNY_PULSE"]), {beat!r})
+os.kill({launcher.pid}, 9)
+time.sleep(60)"""
+        assert Nanny("demo", [sys.executable, "-S", "-c", deaf], launcher=identity(launcher.pid)).run() == code
+
+
 def test_a_nanny_that_waits_to_start_its_child_again_notices_it_too(capfd: pytest.CaptureFixture[str]) -> None:
     crash = [sys.executable, "-c", "raise SystemExit(7)"]
     with subprocess.Popen(["true"]) as launcher:

@@ -175,7 +175,7 @@ def test_a_thread_that_stands_is_let_go_for_what_can_not() -> None:
         gate.handle(msg.Pause("q1", GPU, 600.0))
         standing = asyncio.get_running_loop().run_in_executor(None, gate.breathe)
         loading = asyncio.create_task(_hold_up(gate, standing))
-        await until(lambda: gate._standing == 1)
+        await until(lambda: gate.standing == 1)
         gate.handle(msg.Resume("q1"))
         await loading
 

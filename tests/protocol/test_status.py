@@ -65,7 +65,7 @@ def test_a_viewer_sees_queues_workers_and_what_a_worker_tells(tmp_path: Path) ->
             while not (broker.ledger.pool.by_id and broker.ledger.pool.by_id["farm-1"].load.facts):
                 await asyncio.sleep(0.01)
             report = await ask(tmp_path)
-            worker._drain_s = 0
+            worker.drain_s = 0
             worker.stop()
             await working
             return report
@@ -110,8 +110,8 @@ def test_a_viewer_can_neither_submit_nor_credit_nor_publish(tmp_path: Path) -> N
             assert isinstance(answer, msg.StatusReport)
             assert answer.token == "last", "nothing but the request was answered"
             assert viewer.poll(0) == 0
-            assert broker._desk is not None
-            assert broker._desk.refused == len(FORBIDDEN) + 1
+            assert broker.desk is not None
+            assert broker.desk.refused == len(FORBIDDEN) + 1
             assert not broker.ledger.pool.by_id
             assert list(broker.ledger.tasks.live) == ["t1"]
             assert (broker.ledger.policy_version, broker.ledger.counters["submitted"]) == (0, 1)

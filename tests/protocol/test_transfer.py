@@ -177,7 +177,7 @@ def test_content_that_does_not_hash_to_its_address_is_kept_by_nobody(depot: Arti
     kept = depot.offer("a", msg.Offer(address, 0, 6), [b"poison"])
     assert "does not hash" in kept.reason
     assert take_out(depot, address).failure
-    assert not list((depot._root / "work").iterdir())
+    assert not list((depot.root / "work").iterdir())
 
 
 def test_a_bench_takes_nothing_that_is_not_what_it_asked_for() -> None:
@@ -213,7 +213,7 @@ def test_a_piece_out_of_range_is_not_served(depot: ArtifactExchange, offset: int
 @pytest.mark.parametrize("total", [-1, MAX_BYTES + 1, 2**60])
 def test_an_artifact_beyond_the_limit_is_refused_before_a_byte_is_written(depot: ArtifactExchange, total: int) -> None:
     assert depot.offer("a", msg.Offer("a" * 64, 0, total), [b"x"]).reason
-    assert not list((depot._root / "work").iterdir())
+    assert not list((depot.root / "work").iterdir())
 
 
 def test_pieces_out_of_order_or_too_long_are_not_kept(depot: ArtifactExchange) -> None:

@@ -55,6 +55,8 @@ class Backend:
     hash."""
     reads_bytes: ClassVar[bool] = False
     """Whether its launcher reads artifacts as bytes, not by path: a child that waits already can be given them."""
+    may_tune: ClassVar[bool] = True
+    """Whether the first call of its kernels may try several ways."""
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that a bench with a GPU imports before it forks, beyond what every child has."""
 

@@ -93,7 +93,7 @@ def bench(
         timing = result.timing
         if timing is not None and baselines:
             judge = verifier.judge(chosen, result.backend)
-            remember = _remember(problem.source, hardware_of(chosen))
+            remember = prior_keeper(problem.source, hardware_of(chosen))
             timing, missing = judge.baselines.beside(problem, timing, tuple(baselines), remember)
     if timing is not None:
         result = msgspec.structs.replace(result, timing=_with_flops(timing, problem, options))
@@ -136,7 +136,7 @@ def _with_flops(timing: Timing, problem: Problem, options: VerifyOptions) -> Tim
     return msgspec.structs.replace(timing, roofline=roofline.fraction(work, peaks, timing.candidate_ms))
 
 
-def _remember(source: str, hardware: str) -> Callable[[str, Timing], None]:
+def prior_keeper(source: str, hardware: str) -> Callable[[str, Timing], None]:
     """Keeps what a baseline took as a prior for later sessions, which measure it anew."""
     import torch
 

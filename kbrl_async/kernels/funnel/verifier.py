@@ -41,7 +41,7 @@ from protocols.records import BuildReport, Candidate, Fault, Problem, StageRepor
 
 BARE = {".c": "c", ".h": "c", **dict.fromkeys((".cpp", ".cc", ".cxx"), "cpp"), ".cu": "cuda", ".cuh": "cuda"}
 """Files of a kernel without a module, and the backend that a candidate with it would have."""
-_NVIDIA_DEVICE = Path("/dev/nvidiactl")
+NVIDIA_DEVICE = Path("/dev/nvidiactl")
 _CPU_S = 600
 """Of one child: a reference of many large inputs needs minutes, and every call has its own deadline besides."""
 
@@ -216,7 +216,7 @@ def choose_device(backend: str, wanted: str | None) -> str:
         if wanted == "cpu" and "cpu" not in kinds:
             raise UserError(f"kernels of {backend} run on a GPU, not on cpu", "Leave the device out, on a GPU host")
         return "cuda:0" if wanted == "cuda" else str(wanted)
-    return "cuda:0" if "cuda" in kinds and ("cpu" not in kinds or _NVIDIA_DEVICE.exists()) else "cpu"
+    return "cuda:0" if "cuda" in kinds and ("cpu" not in kinds or NVIDIA_DEVICE.exists()) else "cpu"
 
 
 def shapes_for(device: str) -> str:
@@ -240,7 +240,7 @@ def prober(options: BenchOptions) -> Callable[[], roofline.Peaks | None] | None:
 
 
 def has_device(device: str) -> bool:
-    return not device.startswith("cuda") or _NVIDIA_DEVICE.exists()
+    return not device.startswith("cuda") or NVIDIA_DEVICE.exists()
 
 
 def _start(zygote: Zygote) -> None:

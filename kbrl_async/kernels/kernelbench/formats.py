@@ -101,13 +101,13 @@ def _entry(sample: int, result: Result) -> dict[str, Any]:
         "sample_id": sample,
         "compiled": result.compiled,
         "correctness": result.ok,
-        "metadata": _metadata(result),
+        "metadata": metadata_of(result),
         "runtime": -1.0 if timing is None else timing.candidate_ms,
         "runtime_stats": stats,
     }
 
 
-def _metadata(result: Result) -> dict[str, Any]:
+def metadata_of(result: Result) -> dict[str, Any]:
     verdict = result.verdict
     data: dict[str, Any] = {"verifier": "kbrl-async", "fault": verdict.fault.value, "device": result.device}
     if result.timing is not None:

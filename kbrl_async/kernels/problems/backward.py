@@ -19,7 +19,7 @@ import torch as _torch
 def _with_gradients(forward, wanted):
     def forward_and_backward(self, *given):
         *inputs, upstream = given
-        with _torch.enable_grad():
+        with _torch.enable_grad(), _torch.autograd.set_multithreading_enabled(False):
             taken = [_leaf(value) if wanted != "parameters" else value for value in inputs]
             made = forward(self, *taken)
             outputs = [made] if isinstance(made, _torch.Tensor) else list(made)

@@ -55,6 +55,9 @@ HUB_CACHE = "HF_HUB_CACHE"
 CANARY = "kbrl_async.kernels.sandbox.canary"
 _START_S = 60.0
 _ANSWER_S = 10.0
+DEATH_S = 30.0
+"""A killed process may take its time: a busy GPU's driver takes its contexts down one after the other. Less than what a
+bench may stand still for before its work is given to another."""
 _STOP_PAUSE_S = 20e-6
 _STOP_YIELDS = 4
 _WATCH_S = 0.05
@@ -96,7 +99,7 @@ class Zygote:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._scratch = Scratch()
-        self._is_enclosed = False
+        self.is_enclosed = False
         self.missing: tuple[str, ...] = ()
         self.generation = 0
         """Counts the processes that this zygote has had; children of an earlier one are dead."""
@@ -206,14 +209,14 @@ class Zygote:
             return
         self._stop()
         self.generation += 1
-        self.missing = self._launch()
-        if "user namespace" in self.missing and not self._is_enclosed and shutil.which("bwrap"):
+        self.missing = self.launch()
+        if "user namespace" in self.missing and not self.is_enclosed and shutil.which("bwrap"):
             # Some hosts refuse us namespaces and grant them to bubblewrap: then it makes them, all else is the same.
             self._stop()
-            self._is_enclosed = True
-            self.missing = self._launch()
+            self.is_enclosed = True
+            self.missing = self.launch()
 
-    def _launch(self) -> tuple[str, ...]:
+    def launch(self) -> tuple[str, ...]:
         """Start the process; what its children lack."""
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for side in (self._channel, theirs):
@@ -221,8 +224,8 @@ class Zygote:
         options = Options(
             self._profile, (*self._preload, CANARY), interpreter_paths(), self._scratch.path, self._threads
         )
-        options = msgspec.structs.replace(options, is_enclosed=self._is_enclosed)
-        enclosure = _BUBBLEWRAP if self._is_enclosed else ()
+        options = msgspec.structs.replace(options, is_enclosed=self.is_enclosed)
+        enclosure = _BUBBLEWRAP if self.is_enclosed else ()
         command = [*enclosure, sys.executable, "-m", "kbrl_async.kernels.sandbox.zygote", str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(
@@ -328,13 +331,28 @@ class Child:
         """Kill it with all its descendants, and reap it. May be called again."""
         if not self._is_open:
             return
-        self._is_open = False
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.host_pid, signal.SIGKILL)  # a tool's children too; the unreaped pid can't be another's
-        self.signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)  # one that has just been forked has no group of its own yet
+        self._is_open = False
         self.channel.close()
+        # Not the zygote: if it waited here for longer than it may, it would be given up, and all its children with it.
+        has_ended = bool(select.select([self._pidfd], [], [], DEATH_S)[0])
         os.close(self._pidfd)
-        self._status = self._zygote.wait(self._pid, self._generation)
+        if has_ended:
+            self._status = self._zygote.wait(self._pid, self._generation)
+
+    def ending(self, within_s: float) -> str:
+        """In words how it has ended, once its socket is shut; where it lives on after `within_s`, it is killed."""
+        has_ended = self.has_ended(within_s)
+        self.close()
+        if not has_ended:
+            return f"it shut its socket and lived on for {within_s:g} s"
+        if self._status is None:
+            return "its zygote died, or it can't be killed"
+        if self._status >= 0:
+            return f"it ended with exit code {self._status}"
+        return f"it was ended by signal {-self._status} ({signal.Signals(-self._status).name})"
 
     def receive(self, max_bytes: int, within_s: float, is_over: Callable[[], bool] = lambda: False) -> bytes | None:
         """Its next message, empty where it has closed its end; None where none came before its time had ended."""
@@ -359,7 +377,8 @@ class Child:
         ended = ended or self.has_ended()
         self.close()
         if self._status is None:
-            raise InfraError("the sandbox zygote died under its child", "It is restarted at the next call")
+            cause = "the sandbox zygote died under its child, or that can't be killed"
+            raise InfraError(cause, "The zygote is restarted at the next call; look for processes in state D")
         return self._status if ended else None
 
 

@@ -26,10 +26,13 @@ import msgspec
 
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing.statistics import Interval, Sequential, few, stop_reason, widened
-from protocols.records import DISTURBED, TIMING_CONFIDENCE
+from protocols.records import CLEARLY_SLOWER, DISTURBED, TIMING_CONFIDENCE
 
 PLACEMENT = 0.02
 SLOWER, FASTER = "slower", "faster"
+_LONE = 1.5
+"""By this factor at most, either way, one pair of long calls is off: assumed, and many times what such pairs scatter by
+on a GPU that is theirs alone (1 to 2 %)."""
 CAREFUL_PAIRS_A_PLACE = 4
 """`Recipe.pairs_a_place` of a careful measurement: a move costs about as much as a pair or two."""
 
@@ -58,8 +61,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """Stop when the interval's relative half width is at most this."""
     margin: float = 0.05
     """… or when the interval is this far away from 1 and at most three times as wide."""
-    enough_below: float = 0.8
-    """A few pairs are enough where all of the interval is below this: how much slower a slow kernel is earns nothing.
+    enough_below: float = CLEARLY_SLOWER
+    """A few pairs are enough where all of the interval is below this: how much slower a slow kernel is earns little.
     0: never.
     """
     enough_above: float = math.inf
@@ -68,6 +71,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """
     few: tuple[int, ...] = (4,)
     """Numbers of pairs after which these two are asked; the intervals of all of them hold together."""
+    lone_ms: float = math.inf
+    """A candidate whose call takes at least so long is told from one pair, where that leaves no doubt that it is slower
+    (`enough_below`); the interval is then a fixed factor wide."""
     confidence: float = TIMING_CONFIDENCE
     placement: float = PLACEMENT
     """What two processes of the same code differ by, because of where their memory lies, where `resolved` is empty."""
@@ -176,12 +182,22 @@ class _Run:
         n = len(self._kept)
         if self._is_over(n, spent):
             self._interval, self.stopped = self._look(is_last=True), "cap"
+        elif n == 1 and (lone := self._lone()) is not None:
+            self._interval, self.stopped = lone, SLOWER
         elif not pair.polluted and n in self._recipe.few and (clear := self._clearly()) is not None:
             self._interval, self.stopped = clear
         elif not pair.polluted and n >= self._recipe.min_pairs and n % self._recipe.looks == 0:
             self._interval = self._look()
             if self._interval is not None:
                 self.stopped = self._reason(self._interval, n)
+
+    def _lone(self) -> Interval | None:
+        """The interval of a single undisturbed pair, where it is enough."""
+        recipe, pair = self._recipe, self._kept[0]
+        ratio = _ratio(pair)
+        interval = Interval(ratio, ratio / _LONE, ratio * _LONE)
+        is_long = pair.candidate_ns >= 1e6 * recipe.lone_ms and not self._polluted
+        return interval if is_long and widened(interval, self._share()).hi < recipe.enough_below else None
 
     def _clearly(self) -> tuple[Interval, str] | None:
         """The interval of a few pairs, by Student's t with half of the error for all such looks together, and what it

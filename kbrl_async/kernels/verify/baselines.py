@@ -108,10 +108,10 @@ class Baselines:
     def _library(self, problem: Problem, name: str) -> _TorchBaseline | str:
         key = (hashlib.sha256(problem.source.encode()).hexdigest()[:16], name)
         if key not in self._libraries:
-            self._libraries[key] = self._compiled(problem.source, name, self._folder / "-".join(key))
+            self._libraries[key] = self.compiled(problem.source, name, self._folder / "-".join(key))
         return self._libraries[key]
 
-    def _compiled(self, source: str, name: str, folder: Path) -> _TorchBaseline | str:
+    def compiled(self, source: str, name: str, folder: Path) -> _TorchBaseline | str:
         shutil.rmtree(folder, ignore_errors=True)  # of a compilation that failed
         folder.mkdir()
         library = folder / "reference.so"

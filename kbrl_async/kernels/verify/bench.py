@@ -18,13 +18,14 @@ import msgspec
 from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.kernels.backends import backend, modules_of
 from kbrl_async.kernels.sandbox import Zygote
-from kbrl_async.kernels.stages import StageClock, span
+from kbrl_async.kernels.stages import StageClock
 from kbrl_async.kernels.timing import ready
 from kbrl_async.kernels.timing.cpu.host import pinned
 from kbrl_async.kernels.timing.roofline import RULE, Peaks, better
 from kbrl_async.kernels.verify import wire
 from kbrl_async.kernels.verify.checks import Checker, submitted
-from kbrl_async.kernels.verify.device import device_of
+from kbrl_async.kernels.verify.device import Device, device_of
+from kbrl_async.kernels.verify.doubts import settled
 from kbrl_async.kernels.verify.family import Family
 from kbrl_async.kernels.verify.floor import Floor
 from kbrl_async.kernels.verify.hoarding import NoMemory, is_hoarder, is_out_of_memory
@@ -34,6 +35,7 @@ from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.references import References
 from kbrl_async.kernels.verify.report import placed, verdict_of
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Submission
+from kbrl_async.kernels.verify.sets import place
 from kbrl_async.kernels.verify.several import Several
 from kbrl_async.kernels.verify.sharing import Shared
 from protocols.records import BenchReport, Candidate, Fault, Problem, Strictness, Timing, Verdict
@@ -68,15 +70,16 @@ class Bench:
         *,
         quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
         probe: Callable[[], Peaks | None] | None = None,
+        device: Device | None = None,
     ) -> None:
         self._zygote = zygote
-        self._device = device_of(options.device)
-        self._options = self._device.fitted(options)
+        self._device = device or device_of(options.device)
+        self.options = self._device.fitted(options)
         self._rng = seeds or secrets.SystemRandom()
-        self._references = References(zygote, self._options, self._rng, self._device)
+        self.references = References(zygote, self.options, self._rng, self._device)
         self._surplus = Surplus()
         self._generation = zygote.generation
-        self._device.open(self._options.memory_share)
+        self._device.open(self.options.memory_share)
         self.quiet = quiet
         """Entered around each measurement, by a bench that shares its device: a quiet window."""
         self.probe = probe
@@ -84,25 +87,25 @@ class Bench:
         once more before a time is called impossible. Called in a quiet window: others' work would lower them, and
         fast kernels would seem impossible.
         """
-        self._peaks = self._options.peaks
+        self.peaks = self.options.peaks
         self._plan = ""
         """Of the last candidate that was right on its input sets."""
 
     def close(self) -> None:
-        self._references.close()
+        self.references.close()
 
     def settle(self) -> None:
         """Returns when nothing that was started for later candidates is on the device any more."""
-        self._references.settle()
+        self.references.settle()
 
     @property
     def device(self) -> str:
-        return self._options.device
+        return self.options.device
 
     @property
     def references_kept(self) -> int:
         """Living reference children."""
-        return len(self._references)
+        return len(self.references)
 
     def evaluate(
         self,
@@ -120,28 +123,31 @@ class Bench:
         """Blocks for up to a few seconds; `tick` is called between steps, and may raise to end it. Pins the calling
         thread to the options' cores. `watch` sees a correct candidate on a processor run once more. `verified`: what a
         verifier has found of it, which holds here too where what it records has the same steps. `group`: equal sources
-        of one share a timing, never a verdict; empty: each is timed.
+        of one share a timing, never a verdict, and what is clearly slower than its reference need not see all sets
+        (`BenchOptions.check_s`); empty: each is timed, and sees all.
         """
         started = time.time()
         clock = StageClock()
-        if backend(candidate.backend).is_interpreted(self._options.device):
+        if backend(candidate.backend).is_interpreted(self.options.device):
             timing = False
             backend(candidate.backend).refuse(candidate.source, problem.source)
         self._surplus.check()
         self._notice_restart()
         self._device.enter()
-        with pinned(self._options.cores), _without_gradients(), self._resting():
+        with pinned(self.options.cores), _without_gradients(), self._resting():
             for left in reversed(range(_TRIES)):
                 try:
                     family, verdict, timed = self._judged_by(
                         problem, candidate, artifacts, timing, strictness, tick, clock, watch, verified, group
                     )
-                    break
+                    is_first = left == _TRIES - 1
+                    if verdict.fault is not Fault.OUT_OF_MEMORY or not is_first or not self._device.has_neighbours:
+                        break
                 except NoMemory:
                     if not left:
                         raise
                 with clock.part("until there is memory"):  # by now nobody holds the frames of what failed
-                    self._references.give_way(tick)
+                    self.references.give_way(tick)
                 clock.forget(0)
         timed = None if timed is None else msgspec.structs.replace(timed, ratios=())
         plan = self._plan if verdict.fault is Fault.OK and len(family.cases) == 1 else ""
@@ -153,7 +159,7 @@ class Bench:
     def _family(self, problem: Problem, tick: Tick) -> Family:
         """A reference holds no foreign code. One that crashes may stand for a damaged sandbox, so that is replaced."""
         try:
-            return self._references.get(problem, tick)
+            return self.references.get(problem, tick)
         except ProblemError as error:
             if isinstance(error.__cause__, CandidateFault) and error.__cause__.kind is Fault.ILLEGAL_ACCESS:
                 self._zygote.replace()
@@ -182,13 +188,16 @@ class Bench:
             self._plan = ""
             if verified is not None and len(family.cases) == 1:
                 options = msgspec.structs.replace(options, known=verified.plan)
+            is_spared = timing or (equal is not None and _is_clearly_slower(equal, options))
+            if not (is_spared and group and len(family.cases) == 1):
+                options = msgspec.structs.replace(options, check_s=0.0)
             verdict, timed = self._on_all(family, candidate, artifacts, options, timing, tick, clock, watch)
         except (CandidateFault, PermissionError, OSError) as error:
             # What is the candidate's has become its verdict: what arrives here is the reference's.
-            self._references.drop(family.cases[0].reference)
+            self.references.drop(family.cases[0].reference)
             raise InfraError(f"the reference of {problem.problem_id} failed while it was used: {error}") from error
         except InfraError:
-            self._references.drop(family.cases[0].reference)
+            self.references.drop(family.cases[0].reference)
             raise
         if equal is not None and verdict.fault is Fault.OK:
             clock.ends("timing", Fault.OK, "of an equal kernel of its group")
@@ -203,11 +212,11 @@ class Bench:
         try:
             yield
         finally:
-            self._references.rest()
+            self.references.rest()
 
     def _options_for(self, candidate: Candidate, strictness: Strictness | None) -> BenchOptions:
-        is_interpreted = backend(candidate.backend).is_interpreted(self._options.device)
-        options = options_for_interpreter(self._options) if is_interpreted else self._options
+        is_interpreted = backend(candidate.backend).is_interpreted(self.options.device)
+        options = options_for_interpreter(self.options) if is_interpreted else self.options
         return options if strictness is None else msgspec.structs.replace(options, strictness=strictness)
 
     def _notice_restart(self) -> None:
@@ -215,7 +224,7 @@ class Bench:
         self._zygote.start()
         if self._zygote.generation != self._generation:
             self._generation = self._zygote.generation
-            self._references.close()
+            self.references.close()
 
     def _on_all(
         self,
@@ -254,39 +263,17 @@ class Bench:
         clock: StageClock,
         watch: Watch | None,
     ) -> tuple[Verdict, Timing | None]:
-        """What may be the work of an earlier candidate is found out once more: by a second process, which writes down
-        the same or comes to the same verdict, or does not; and by one that has served nobody else where it does not,
-        and in its place for `alone_share`.
-        """
+        known = len(clock.reports)
 
-        def judged(is_alone: bool = False) -> tuple[Verdict, Timing | None]:
+        def judged(is_alone: bool) -> tuple[Checker, Verdict, Timing | None]:
             clock.forget(known)
             checker = self._checker(reference, options, shared)
-            return self._judge(checker, candidate, artifacts, timing, tick, clock, watch, is_alone)
+            return checker, *self._judge(checker, candidate, artifacts, timing, tick, clock, watch, is_alone)
 
-        known = len(clock.reports)
-        checker = self._checker(reference, options, shared)
-        verdict, timed = self._judge(checker, candidate, artifacts, timing, tick, clock, watch)
-        is_right = verdict.fault is Fault.OK
-        is_in_doubt = checker.is_in_doubt(verdict.fault)
-        is_sampled = self._rng.random() < options.alone_share
-        if not is_in_doubt and not (checker.is_shared and is_sampled):
-            return verdict, timed
-        if options.alone_share < 1 or not is_in_doubt:
-            is_alone, code = is_in_doubt and is_sampled, submitted(candidate, artifacts)
-            with span("repeated"):
-                if self._device.is_repeated(reference, code, options, is_right, is_alone):
-                    return verdict, timed
-            if is_in_doubt and not is_alone:
-                with span("judged by a second"), self._device.elsewhere():
-                    again = judged()
-                if again[0].fault is verdict.fault:
-                    return again
-        with span("judged alone"):
-            alone = judged(is_alone=True)
-        if (alone[0].fault is Fault.OK) != is_right or not is_in_doubt:
-            self._device.contradict(is_right and alone[0].fault is Fault.OK)
-        return alone
+        def is_repeated(is_right: bool, is_alone: bool) -> bool:
+            return self._device.is_repeated(reference, submitted(candidate, artifacts), options, is_right, is_alone)
+
+        return settled(judged, is_repeated, self._device, options.alone_share, self._rng.random)
 
     def _checker(self, reference: Reference, options: BenchOptions, shared: Shared | None) -> Checker:
         def opens(code: Submission, is_alone: bool) -> Judged:
@@ -322,19 +309,26 @@ class Bench:
             checker.run(after_a_set)
             verdict = verdict_of(checker)
             stage = "full_inputs" if clock.has("small_inputs") else "small_inputs"
-            clock.ends(stage, verdict.fault, f"{verdict.passed} of {verdict.total} secret input sets")
+            more = f", {checker.spared} more are for faster kernels" if checker.spared else ""
+            clock.ends(stage, verdict.fault, f"{verdict.passed} of {verdict.total} secret input sets{more}")
             timed = None
             if verdict.fault is Fault.OK and checker.session is not None:
                 self._plan = checker.session.plan
             if verdict.fault is Fault.OK and options.is_proven and not checker.is_known:
                 with clock.part("proof"):
-                    self._device.prove(checker, candidate, self._options, self._rng, tick)
+                    self._device.prove(checker, candidate, self.options, self._rng, tick)
                 verdict = verdict_of(checker)
             if verdict.fault is Fault.OK and timing:
                 verdict, timed = self._timed(checker, candidate, artifacts, verdict, tick, clock)
                 clock.ends("timing", verdict.fault)
+            if checker.spared and not (timed is None or _is_clearly_slower(timed, options)):
+                checker.finish(after_a_set)
+                verdict = verdict_of(checker)
+                clock.ends("full_inputs", verdict.fault, f"{verdict.passed} of {verdict.total} secret input sets")
             if verdict.fault is Fault.OK and watch is not None and checker.session is not None:
+                place(checker.session, 0, checker.reference.sets[0])  # a measurement leaves zeros in new memory
                 call = functools.partial(checker.session.call, wire.OP_RUN, 0, checker.one_call_s)
+                call()
                 watch(checker.session.host_pid, call)
             if verdict.fault is Fault.OK and not checker.is_known:
                 checker.prove()
@@ -373,7 +367,7 @@ class Bench:
         fault = CandidateFault(Fault.OUT_OF_MEMORY, "it keeps so much memory of the GPU that none is left to judge it")
         self._device.ended(fault, session.host_pid, self._zygote)
         after = self._device.free() or 0
-        self._references.drop(reference)
+        self.references.drop(reference)
         if not is_hoarder(before, after, needed):
             return False
         checker.fault = fault
@@ -388,16 +382,16 @@ class Bench:
         tick: Tick,
         clock: StageClock,
     ) -> tuple[Verdict, Timing | None]:
-        peaks = self._peaks or self._probed()
-        timed = self._measure(checker, tick, clock)
+        peaks = self.peaks or self.measure_peaks()
+        timed = self.measure(checker, tick, clock)
         if checker.fault is not None:
             return verdict_of(checker), None
         assert timed is not None
-        floor = Floor(checker.reference, peaks, None if self.probe is None else self._probed)
-        if timed.speedup <= self._options.recipe.suspicious and not floor.is_beaten_by(timed):
+        floor = Floor(checker.reference, peaks, None if self.probe is None else self.measure_peaks)
+        if timed.speedup <= self.options.recipe.suspicious and not floor.is_beaten_by(timed):
             return verdict, floor.noted(timed)
         checker.restart(candidate, artifacts)
-        again = None if checker.fault else self._measure(checker, tick, clock)
+        again = None if checker.fault else self.measure(checker, tick, clock)
         if again is None:
             return verdict_of(checker), None
         if proof := floor.evidence(timed, again):
@@ -405,7 +399,7 @@ class Bench:
             return verdict_of(checker), None
         return verdict, floor.noted(min(timed, again, key=lambda t: t.speedup))
 
-    def _probed(self) -> Peaks | None:
+    def measure_peaks(self) -> Peaks | None:
         """The best that was ever measured here; None where nothing can be measured now."""
         if self.probe is None:
             return None
@@ -413,10 +407,10 @@ class Bench:
         with self.quiet():
             found = self.probe()
         if found is not None:
-            self._peaks = found = better(found, self._peaks)
+            self.peaks = found = better(found, self.peaks)
         return found
 
-    def _measure(self, checker: Checker, tick: Tick, clock: StageClock) -> Timing | None:
+    def measure(self, checker: Checker, tick: Tick, clock: StageClock) -> Timing | None:
         reference = checker.reference
         with clock.part("a twin of the reference"):
             twin = reference.twin(self._zygote, checker.is_replayed)
@@ -433,6 +427,11 @@ class Bench:
         finally:
             stopwatch.close()
             reference.release(twin)
+
+
+def _is_clearly_slower(timed: Timing, options: BenchOptions) -> bool:
+    """Whether how much slower it is earns little (`Recipe.enough_below`)."""
+    return not timed.is_disturbed and timed.hi < options.recipe.enough_below
 
 
 def _without_gradients() -> AbstractContextManager[object]:

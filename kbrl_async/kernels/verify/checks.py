@@ -30,14 +30,17 @@ from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import compare, proof, similarity, wire
 from kbrl_async.kernels.verify.cpu.replay import CpuReplaySession, NoReplay
+from kbrl_async.kernels.verify.inputs import in_secret_order
 from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Judged, Session, Submission
 from kbrl_async.kernels.verify.sets import InputSet, follows_inputs, place, tensors_of
-from protocols.records import OBSERVED, REPLAYED, Candidate, Fault
+from protocols.records import OBSERVED, REPLAYED, SPARED_SETS, Candidate, Fault
 
 _KNOWN_SETS = 2
+_SLOW = 2.0
+"""By its fastest call so far: only such a kernel may be spared sets."""
 Opens = Callable[[Submission, bool], Judged]
 """`Device.judged`, bound to what the checker was made with."""
 
@@ -81,6 +84,13 @@ class Checker:
         self.evidence = ""
         self.trust, self.trust_reason, self.is_shared = OBSERVED, "", False
         self._order: list[InputSet] = []
+        self._recorded = 0
+        self._left: list[tuple[int, InputSet]] = []
+        """Sets that it has not seen."""
+        self._slots: list[int] = []
+        self._overwritten: set[int] = set()
+        self._may_be_spared = False
+        self._calls_s: list[float] = []
         self._answers: dict[int, bool] = {}
         self._first_answer: list[torch.Tensor] = []
         self._earlier: list[tuple[wire.TensorMeta, torch.Tensor]] = []
@@ -103,7 +113,10 @@ class Checker:
             self.session = None
 
     def start(self, candidate: Candidate, artifacts: dict[str, Path], is_alone: bool = False) -> None:
-        """Fork, confine and build the candidate. `is_alone`: in no process that has served another one."""
+        """Fork, confine and build the candidate. `is_alone`: in no process that has served another one.
+
+        :raises CandidateFault: the reference's.
+        """
         # A launch plan has no other way to an answer than its own kernels; a GPU has a way of its own to ask.
         # Where every output is empty, there is no work to do.
         has_work = any(tensor.numel() for tensor in self.reference.wanted)
@@ -124,6 +137,8 @@ class Checker:
             self.reference.attach(self.session)
             self._replay(candidate, artifacts)
         except CandidateFault as fault:
+            if fault.by is self.reference.session:  # asked for what a candidate is recorded on
+                raise
             self.fault = fault
 
     def _replay(self, candidate: Candidate, artifacts: dict[str, Path]) -> None:
@@ -185,41 +200,76 @@ class Checker:
         self.start(candidate, artifacts, is_alone=True)
 
     def run(self, tick: Callable[[], None]) -> None:
-        """All input sets; stops at a fault, goes on after a wrong result, because partial credit is wanted."""
+        """All input sets; stops at a fault, goes on after a wrong result, because partial credit is wanted. Where the
+        options allow it (`check_s`), what is replayed and clearly slower than its reference is spared some: its time is
+        looked at next, and `finish` called where that says otherwise.
+        """
         if self.fault is not None or self.session is None:
             return
-        order = list(enumerate(self.reference.sets))
-        self._rng.shuffle(order)
-        self._order = [input_set for _, input_set in order if not self._is_first(input_set)]
+        sets = self.reference.sets
+        self._left = [(place, sets[place]) for place in in_secret_order([one.name for one in sets], self._rng)]
+        self._order = [input_set for _, input_set in self._left if not self._is_first(input_set)]
+        is_asked = self.options.check_s > 0 and not self.reference.declared.deterministic
+        self._may_be_spared = is_asked and self.is_replayed
         count = len(self.session.slots)
-        slots = self._rng.sample(range(count), min(count, self.options.slots))  # a further one costs its graph
-        recorded, overwritten = self._rng.randrange(1, len(order)), self._rng.randrange(len(order))
-        try:
-            self.session.call(wire.OP_POISON_ON, 0, self.call_deadline())
-            for number, (which, input_set) in enumerate(order):
-                if self._is_enough(number):
-                    self.total = number
-                    break
-                op = wire.OP_TRACE if number == recorded and self._is_recorded else wire.OP_RUN
-                slot = slots[number % len(slots)]
-                self._wait(input_set.known.load)
-                self._answers[which] = self._check(slot, input_set, op, number == overwritten)
-                self._wait(tick)
-            self.session.call(wire.OP_POISON_OFF, 0, self.call_deadline())
-        except CandidateFault as fault:
-            self.accuse(fault)
-        self._compare_repeated()
+        # A further one costs its graph.
+        self._slots = self._rng.sample(range(count), min(count, self.options.slots))
+        seen = SPARED_SETS if self._may_be_spared else len(sets)
+        self._recorded, self._overwritten = self._rng.randrange(1, seen), {self._rng.randrange(len(sets))}
+        if self._may_be_spared:  # beside any other one: nobody knows that it is over after the first ones
+            self._overwritten.add(self._rng.randrange(seen))
+        self._run_left(tick)
         if self._trace is not None:
             self._refuse(proof.of_recorded(self._trace, is_closed=self._backend.is_closed))
             self._refuse(proof.of_forbidden(self._trace, self.reference.declared.forbidden))
 
+    def finish(self, tick: Callable[[], None]) -> None:
+        """The sets that it was spared."""
+        self._may_be_spared, self.total = False, len(self.reference.sets)
+        self._run_left(tick)
+
+    @property
+    def spared(self) -> int:
+        """Sets that a right candidate has not seen because it is slow."""
+        return 0 if self.failed or self.fault is not None or self.is_known else len(self._left)
+
+    def _run_left(self, tick: Callable[[], None]) -> None:
+        assert self.session is not None
+        # How long the host needed for its processes, or others had the device, is no time of the candidate's.
+        self._deadline = max(self._deadline, time.monotonic() + self.options.deadline_s)
+        self._earlier = []  # calls between two runs were others: a process holds the outputs of its last ones only
+        try:
+            self.session.call(wire.OP_POISON_ON, 0, self.call_deadline())
+            while self._left:
+                number = len(self.reference.sets) - len(self._left)
+                if self._is_enough(number):
+                    self.total = number
+                    break
+                which, input_set = self._left.pop(0)
+                op = wire.OP_TRACE if number == self._recorded and self._is_recorded else wire.OP_RUN
+                slot = self._slots[number % len(self._slots)]
+                self._wait(input_set.known.load)
+                self._answers[which] = self._check(slot, input_set, op, number in self._overwritten)
+                self._wait(tick)
+            self.session.call(wire.OP_POISON_OFF, 0, self.call_deadline())
+        except CandidateFault as fault:
+            self.accuse(fault)
+        self.compare_repeated()
+
     def _is_enough(self, done: int) -> bool:
-        """A kernel that has failed need not see every set, nor one that has seen them at a verifier; one that may be
-        right does, whatever was asked for.
+        """A kernel that has failed need not see every set, nor one that has seen them at a verifier, nor one that is
+        clearly slow; any other that may be right does, whatever was asked for.
         """
         if self.is_known and not self.failed:
             return done >= _KNOWN_SETS
-        return bool(self.failed) and 0 < self.options.strictness.sets <= done
+        if self.failed and 0 < self.options.strictness.sets <= done:
+            return True
+        return self._may_be_spared and done >= SPARED_SETS and self._has_taken_long
+
+    @property
+    def _has_taken_long(self) -> bool:
+        """By each of its calls, so that being slow now and then spares nothing."""
+        return sum(self._calls_s) > self.options.check_s and min(self._calls_s) > _SLOW * self.reference.reference_s
 
     def _wait(self, tick: Callable[[], None]) -> None:
         """Others on the device may hold us here, and a set may be made anew: that is no time of the candidate's."""
@@ -255,6 +305,7 @@ class Checker:
         """Of a replay: without its own kernels, is it right, or does an operator's result hold the answer? Asked of a
         process in which they never were."""
         assert isinstance(self.session, CpuReplaySession)
+        input_set.known.load()  # where the reference fails, nothing is shown of the candidate
         with contextlib.closing(self.session.muted()) as session:
             self.reference.attach(session)
             try:
@@ -270,18 +321,19 @@ class Checker:
             return None
         assert isinstance(self.session, CpuReplaySession)
         upstream = tensors_of(self.reference.tree, len(self.reference.tree[1]) - 1)
-        session = self.session.without_backward(upstream)
-        if session is None:
-            return proof.of_backward(False)
-        with contextlib.closing(session):
-            try:
+        input_set.known.load()
+        try:
+            session = self.session.without_backward(upstream)
+            if session is None:
+                return proof.of_backward(False)
+            with contextlib.closing(session):
                 self.reference.attach(session)
                 place(session, 0, input_set)
                 outcome = session.call(wire.OP_RUN, 0, 2 * self.one_call_s)
                 return proof.of_backward(True) if self.is_right(session, outcome, input_set) else None
-            except CandidateFault as fault:
-                if fault.rule == FORGED:
-                    self.accuse(fault)
+        except CandidateFault as fault:
+            if fault.rule == FORGED:  # by code of its own, which runs there, too
+                self.fault = fault
         return None
 
     def _found_without(self, session: Session, input_set: InputSet) -> proof.Finding | None:
@@ -308,6 +360,7 @@ class Checker:
     def _without_kernels(self, op: int, input_set: InputSet) -> tuple[wire.Trace | None, bool]:
         """What its process tells, and whether the outputs are right all the same."""
         assert self.session is not None
+        input_set.known.load()
         try:
             self.session.call(wire.OP_POISON_ON, 0, self.one_call_s)
             place(self.session, 0, input_set)
@@ -335,10 +388,11 @@ class Checker:
         places = self.session.slots[slot]
         place(self.session, slot, input_set)
         outcome = self.session.call(op, slot, self.call_deadline())
+        self._calls_s.append(outcome.elapsed_ns / 1e9)
         got = self.outputs(outcome)
         if not input_set.mutated:
-            self._refuse_mutation(places, input_set.blocks)
-            self._refuse_overwriting(slot)
+            self.refuse_mutation(places, input_set.blocks)
+            self.refuse_overwriting(slot)
             if overwrite and not self.reference.aliases:
                 self.refuse_aliasing(slot, outcome, got)
         if self.reference.declared.deterministic and self._is_first(input_set):
@@ -378,12 +432,12 @@ class Checker:
         if len(outcome.tensors) != len(expected):
             text = f"forward returned {len(outcome.tensors)} tensors, the reference returns {len(expected)}"
             raise CandidateFault(Fault.INCORRECT, text, "structure")
-        if outcome.tree != reference.out_tree and not _same_structure(outcome.tree, reference.out_tree):
+        if outcome.tree != reference.out_tree and not same_structure(outcome.tree, reference.out_tree):
             raise CandidateFault(Fault.INCORRECT, "forward returns another structure than the reference", "structure")
         known = zip(outcome.tensors, expected, reference.kinds, reference.strides, strict=True)
         for meta, wanted, kind, strides in known:
-            _check_meta(meta, wanted, kind)
-            _check_layout(meta, strides)
+            check_meta(meta, wanted, kind)
+            check_layout(meta, strides)
         return [session.read(meta) for meta in outcome.tensors]
 
     def compare(
@@ -409,12 +463,12 @@ class Checker:
             text = "the same inputs gave answers that differ in bits, and the problem declares DETERMINISTIC"
             raise CandidateFault(Fault.INCORRECT, text, "not_deterministic")
 
-    def _refuse_mutation(self, places: list[torch.Tensor], blocks: list[torch.Tensor]) -> None:
+    def refuse_mutation(self, places: list[torch.Tensor], blocks: list[torch.Tensor]) -> None:
         for number, (given, block) in enumerate(zip(places, blocks, strict=True)):
             if not compare.same_values(given, block):
                 raise CandidateFault(Fault.CHEATING, f"input {number} was changed by forward", "input_mutation")
 
-    def _refuse_overwriting(self, slot: int) -> None:
+    def refuse_overwriting(self, slot: int) -> None:
         assert self.session is not None
         if not self._earlier or not self.session.keeps_outputs:
             return
@@ -435,7 +489,7 @@ class Checker:
             text = "an output shares memory with an input: it changes when the input is overwritten after the call"
             raise CandidateFault(Fault.INCORRECT, text, "output_alias")
 
-    def _compare_repeated(self) -> None:
+    def compare_repeated(self) -> None:
         """The first set and the last hold the same inputs: one answer right and one wrong is carried state."""
         answers = {self._answers.get(which) for which, s in enumerate(self.reference.sets) if self._is_first(s)}
         self.carries_state = answers == {True, False}
@@ -454,14 +508,14 @@ DEGENERATE_NOTE = "degenerate problem: zeros, a constant or an unchanged input w
 EXACT_NOTE = "equal to the last bit"
 
 
-def _same_structure(got: wire.Tree, expected: wire.Tree) -> bool:
+def same_structure(got: wire.Tree, expected: wire.Tree) -> bool:
     """Plain values are compared as values; a list may stand for a tuple."""
     if got[0] == "V" and expected[0] == "V":
         return _same_plain(got[1], expected[1])
     if {got[0], expected[0]} <= {"L", "U"}:
-        return len(got[1]) == len(expected[1]) and all(map(_same_structure, got[1], expected[1]))
+        return len(got[1]) == len(expected[1]) and all(map(same_structure, got[1], expected[1]))
     if got[0] == expected[0] == "D":
-        return got[1].keys() == expected[1].keys() and all(_same_structure(got[1][k], expected[1][k]) for k in got[1])
+        return got[1].keys() == expected[1].keys() and all(same_structure(got[1][k], expected[1][k]) for k in got[1])
     return bool(got == expected)
 
 
@@ -471,7 +525,7 @@ def _same_plain(got: object, expected: object) -> bool:
     return got == expected
 
 
-def _check_meta(meta: wire.TensorMeta, wanted: torch.Tensor, kind: str) -> None:
+def check_meta(meta: wire.TensorMeta, wanted: torch.Tensor, kind: str) -> None:
     if meta.kind not in ("Tensor", kind):
         raise CandidateFault(
             Fault.CHEATING, f"the output is a {meta.kind}, not a plain torch.Tensor", "tensor_subclass"
@@ -484,7 +538,7 @@ def _check_meta(meta: wire.TensorMeta, wanted: torch.Tensor, kind: str) -> None:
         raise CandidateFault(Fault.INCORRECT, f"the output is {meta.dtype}, the reference {dtype}", "dtype")
 
 
-def _check_layout(meta: wire.TensorMeta, wanted: tuple[int, ...]) -> None:
+def check_layout(meta: wire.TensorMeta, wanted: tuple[int, ...]) -> None:
     """Elements that share memory were never computed one by one, unless the reference does the same."""
     if any(size > 1 and stride == 0 for size, stride in zip(meta.shape, meta.strides, strict=True)) and 0 not in wanted:
         raise CandidateFault(Fault.INCORRECT, f"the output is an expanded view (strides {meta.strides})", "layout")

@@ -86,7 +86,7 @@ def difference(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) ->
     if total == 0:
         return Difference(0, 0, 0.0, 0.0)
     if (counted := _counted(got, expected, allowed)) is not None:
-        return _told(counted, got, expected, allowed)
+        return difference_of(counted, got, expected, allowed)
     if total > CHUNK and got.is_contiguous() and expected.is_contiguous():
         return _in_chunks(got, expected, allowed)
     return _of_all(got, expected, allowed)
@@ -102,10 +102,10 @@ def is_all(block: torch.Tensor, byte: int) -> bool:
 
 def is_roughly(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Whether all but a hundredth of the values are about the same: atomic additions come in any order."""
-    return got.shape == wanted.shape and _far_apart(got, wanted) <= _FAR_SHARE * max(1, wanted.numel())
+    return got.shape == wanted.shape and far_apart(got, wanted) <= _FAR_SHARE * max(1, wanted.numel())
 
 
-def _far_apart(got: torch.Tensor, wanted: torch.Tensor) -> int:
+def far_apart(got: torch.Tensor, wanted: torch.Tensor) -> int:
     if not got.is_floating_point():
         return int((got != wanted).sum())
     pairs = list(_chunks(got, wanted))
@@ -128,7 +128,7 @@ def _counted(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> C
     return None if way is None else way.difference(got, expected, allowed)
 
 
-def _told(counted: Counted, got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference:
+def difference_of(counted: Counted, got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference:
     error, place = counted.worst if counted.worst_wrong is None else counted.worst_wrong
     values = torch.stack((got.view(-1)[place], expected.view(-1)[place])).tolist()
     limit = min(max(allowed.honest, abs(values[1]) * allowed.relative + allowed.absolute), _LARGEST)

@@ -136,6 +136,11 @@ class Device:
         """After a candidate, with `kept` bytes in references; false: others have to wait for these."""
         return True
 
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether other verifiers use its memory: what a candidate does not find may be theirs."""
+        return False
+
     def give_way(self, tick: Tick) -> None:
         """Memory has run out: what was started ahead goes, and others are waited for."""
 

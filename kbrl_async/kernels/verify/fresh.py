@@ -26,7 +26,7 @@ from kbrl_async.kernels.verify.known import Draws, Redrawn
 
 Structure = Literal["fixed", "whole", "turned", "each"]
 """All draws the same · one draw, or a mixture, as it is · the same with its dimensions turned · element by element."""
-_CHUNK = 1 << 22
+CHUNK = 1 << 22
 _SLACK = 1 << 16
 _SAMPLE = 64
 
@@ -79,7 +79,7 @@ class SecretWeights:
     """Secret numbers in (0, 1), of which each use takes a window at a secret place."""
 
     def __init__(self, most: int, device: torch.device, rng: random.Random) -> None:
-        size = min(most, _CHUNK) + _SLACK
+        size = min(most, CHUNK) + _SLACK
         generator = torch.Generator(device).manual_seed(rng.getrandbits(63))
         self._numbers = {torch.float32: torch.rand(size, generator=generator, device=device)}
 
@@ -106,8 +106,8 @@ def blend(
     a, b, out = three
     if structure == "each":
         flat = [one.as_strided((one.numel(),), (1,)) for one in three]
-        for begin in range(0, a.numel(), _CHUNK):
-            x, y, target = (one[begin : begin + _CHUNK] for one in flat)
+        for begin in range(0, a.numel(), CHUNK):
+            x, y, target = (one[begin : begin + CHUNK] for one in flat)
             window = weights.window(x.numel(), x.dtype if is_number else torch.bool, rng)
             torch.lerp(x, y, window, out=target) if is_number else torch.where(window, x, y, out=target)
         return
@@ -141,7 +141,7 @@ class Pool:
     ) -> None:
         """`fixed`: numbers of inputs that are only ever as they were drawn. Of `Redrawn` draws none is held."""
         assert len(draws) >= 2, "mixing needs two draws"
-        self._draws, self._examples = draws, examples
+        self.draws, self._examples = draws, examples
         inputs = list(zip(*map(self._shaped, draws), strict=True))
         self._structures = ["fixed" if i in fixed else structure_of(same) for i, same in enumerate(inputs)]
         self._are_numbers = [all(map(is_continuous, same)) for same in inputs]
@@ -154,13 +154,13 @@ class Pool:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All that it holds."""
-        held = self._draws if isinstance(self._draws, list) else []
+        held = self.draws if isinstance(self.draws, list) else []
         return [*itertools.chain(*held), *self._weights.tensors]
 
     def mix(self, outs: list[list[torch.Tensor]], rng: random.Random) -> None:
         """Write one fresh set into each of `outs`, as flat blocks: the same values in all of them."""
-        first, second = rng.sample(range(len(self._draws)), 2)
-        both = [self._shaped(self._draws[place]) for place in (first, second)]
+        first, second = rng.sample(range(len(self.draws)), 2)
+        both = [self._shaped(self.draws[place]) for place in (first, second)]
         for i, structure in enumerate(self._structures):
             a, b, out = both[0][i], both[1][i], like(outs[0][i], self._examples[i])
             blend((a, b, out), structure, self._are_numbers[i], self._weights, rng)
@@ -181,11 +181,11 @@ class Pool:
 
     def replace(self, seed: int, draw: Callable[[int], list[torch.Tensor]], rng: random.Random) -> None:
         """A new draw instead of one of those there are."""
-        place = rng.randrange(len(self._draws))
-        if isinstance(self._draws, Redrawn):
-            self._draws.replace(place, seed)
-        elif isinstance(self._draws, list):
-            self._draws[place] = draw(seed)
+        place = rng.randrange(len(self.draws))
+        if isinstance(self.draws, Redrawn):
+            self.draws.replace(place, seed)
+        elif isinstance(self.draws, list):
+            self.draws[place] = draw(seed)
 
     def be_plain(self) -> None:
         """From now on inputs are drawn or mixed as a whole: for a reference that takes no single elements mixed."""

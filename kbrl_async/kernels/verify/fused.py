@@ -48,13 +48,13 @@ class Fused(Protocol):
         ...
 
 
-_known: dict[torch.device, Fused] = {}
+known: dict[torch.device, Fused] = {}
 
 
 def use(device: torch.device, fused: Fused) -> None:
     """From now on, for tensors on this device."""
-    _known[device] = fused
+    known[device] = fused
 
 
 def of(device: torch.device) -> Fused | None:
-    return _known.get(device)
+    return known.get(device)

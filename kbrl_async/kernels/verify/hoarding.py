@@ -21,6 +21,14 @@ class NoMemory(InfraError):  # noqa: N818 - an answer as long as memory can be g
     """The device has none left for us: others have it, or what is kept from earlier candidates."""
 
 
+class Crowded(Exception):  # noqa: N818 - an answer as long as it can be waited for
+    """Other verifiers plan with the memory now."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size = size
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """An error of ours, by torch or the driver, or the fault of a reference's child."""
     if getattr(error, "kind", None) is Fault.OUT_OF_MEMORY or getattr(error, "code", None) == _OUT_OF_MEMORY:

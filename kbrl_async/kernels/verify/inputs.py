@@ -10,7 +10,7 @@ Timed calls get fresh values, see `fresh`; one of the checked sets does too, so 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 import torch
@@ -60,17 +60,19 @@ KINDS = (
     Kind("binary", shape="binary"),
     Kind("repeated", shape="again"),
 )
+STRATA = (("nominal",), ("small", "large", "graded"), ("negated", "spikes", "binary"))
+"""As drawn, of other sizes, of other signs or mostly zero: a kernel that need not see all sets sees one of each."""
 _LESS = {"large": Kind("large", 8.0)}
 
 
-_MANY_BYTES = 256 << 20
+MANY_BYTES = 256 << 20
 _FEW = 3
 _LESS_NEEDED = ("small", "graded")
 
 
 def kinds_for(tensors: list[torch.Tensor]) -> tuple[Kind, ...]:
     """All kinds; fewer for inputs so large that each set costs seconds and gigabytes."""
-    if sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _MANY_BYTES:
+    if sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= MANY_BYTES:
         return KINDS
     return tuple(kind for kind in KINDS if kind.name not in _LESS_NEEDED and kind is not KINDS[1])
 
@@ -79,6 +81,21 @@ def few_of(kinds: tuple[Kind, ...], rng: random.Random) -> tuple[Kind, ...]:
     """The nominal one and a secret few of the others, in their order: for a workload beside others."""
     others = sorted(rng.sample(range(1, len(kinds)), _FEW))
     return (kinds[0], *(kinds[number] for number in others))
+
+
+def in_secret_order(names: Sequence[str], rng: random.Random) -> list[int]:
+    """Places of sets by their kinds' names: a secret one of each of `STRATA` that there is, then all others.
+
+    >>> names = [kind.name for kind in KINDS]
+    >>> first = {names[place] for place in in_secret_order(names, random.Random(1))[: len(STRATA)]}
+    >>> [len(first & set(stratum)) for stratum in STRATA]
+    [1, 1, 1]
+    """
+    places = rng.sample(range(len(names)), len(names))
+    first = [next((place for place in places if names[place] in stratum), None) for stratum in STRATA]
+    chosen = [place for place in first if place is not None]
+    rng.shuffle(chosen)
+    return [*chosen, *(place for place in places if place not in chosen)]
 
 
 def attempts(kind: Kind) -> tuple[Kind, ...]:

@@ -66,6 +66,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """As `TimingBench.timed_workloads`."""
     outputs: Outputs
     """As `TimingBench.outputs`."""
+    check_s: float
+    """As `TimingBench.check_s`: where candidates have a group, that is in training."""
     known: str = ""
     """A digest of steps (`Judged.plan`) that a verifier has found right and own: two of the sets are enough for a
     candidate that is recorded with these, and nothing is proven again.
@@ -105,6 +107,7 @@ def bench_options(
         cores=cores,
         deadline_s=settings.deadline_s,
         outputs=settings.outputs,
+        check_s=settings.check_s,
         memory_share=more.pop("memory_share", 1.0) * settings.memory_share,
         timed_workloads=settings.timed_workloads,
         recipe=recipe or Recipe.of(settings),

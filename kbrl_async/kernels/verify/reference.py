@@ -71,7 +71,7 @@ class Reference:
         try:
             self.session = self._begin(zygote) if first is None else self._shared(first)
         except CandidateFault as fault:
-            raise ProblemError(f"the reference of {problem.problem_id} fails: {fault.text[:300]}") from fault
+            raise self._failed(fault) from fault
         self._share.first = first or self
         self.ready = self.session.ready
         try:
@@ -217,10 +217,14 @@ class Reference:
 
     def refresh(self) -> None:
         """Draw new secrets and compute what is expected of them."""
+        self._replays.forget_twin()
         try:
             self._prepare()
         except CandidateFault as fault:
-            raise ProblemError(f"the reference of {self.problem.problem_id} fails: {fault.text[:300]}") from fault
+            raise self._failed(fault) from fault
+
+    def _failed(self, fault: CandidateFault) -> ProblemError:
+        return ProblemError(f"the reference of {self.problem.problem_id} fails: {fault.text[:300]}")
 
     def _draw(self, seed: int) -> list[torch.Tensor]:
         limit_s = self._options.reference_deadline_s
@@ -271,14 +275,14 @@ class Reference:
         :raises ProblemError: there is no memory even for one set at a time.
         """
         weights = sum(values.size_of_meta(meta) for _, meta in self.ready.weights)
-        sizes, memory = Sizes(size_of(self.examples), size_of(outputs), weights), self._memory()
+        sizes, memory = Sizes(size_of(self.examples), size_of(outputs), weights), self.plannable_bytes()
         sizes.refuse(self.problem.problem_id, memory)
         self.keeps_sets &= sizes.are_kept(memory, self._options.pool, self._options.slots)
         self.widens &= sizes.widened <= memory
         self.needed = sizes.kept(self._options.pool, self._options.slots) if self.keeps_sets else sizes.asked
         return self.keeps_sets, self.widens
 
-    def _memory(self) -> int:
+    def plannable_bytes(self) -> int:
         """Bytes that this bench may plan with for one problem: a child may have no more than its limit."""
         free = psutil.virtual_memory().available
         return int(self._options.memory_share * min(free, 2 * self._options.limits.memory_bytes))
@@ -305,7 +309,7 @@ class Reference:
         outcome = self.session.call(op, 0, self._options.reference_deadline_s)
         read = self.read(outcome)
         if not self.keeps_sets:
-            self._forget_outputs()
+            self.forget_outputs()
         return outcome, read
 
     def recall(self) -> None:
@@ -313,7 +317,7 @@ class Reference:
         if not self.keeps_sets:
             self.session.call(wire.OP_RUN, 0, self._options.reference_deadline_s)
 
-    def _forget_outputs(self) -> None:
+    def forget_outputs(self) -> None:
         """Of the reference's child, where memory is short; on a processor others have none of its."""
 
     def read(self, outcome: ForwardOutcome) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from kbrl_async.kernels.problems.workloads import NO_GROUP, Bound
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.verify.device import Device, device_of
 from kbrl_async.kernels.verify.family import WHOLE, Family, WorkloadCase
+from kbrl_async.kernels.verify.hoarding import Crowded
 from kbrl_async.kernels.verify.memory import give_back
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference, ReferenceChild
@@ -27,14 +28,14 @@ class References:
     def __init__(self, zygote: Zygote, options: BenchOptions, rng: random.Random, device: Device | None = None) -> None:
         self._zygote, self._options, self._rng = zygote, options, rng
         self._device = device or device_of(options.device)
-        self._kept: OrderedDict[str, Family] = OrderedDict()
+        self.kept: OrderedDict[str, Family] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self.kept)
 
     def get(self, problem: Problem, tick: Tick = no_tick) -> Family:
         """`tick` is called between the steps of making one, which takes seconds."""
-        family = self._kept.pop(problem.source, None)
+        family = self.kept.pop(problem.source, None)
         if family is not None and not self._device.may_use(family.needed + self._device_bytes):
             family.close()
             family = None
@@ -43,14 +44,15 @@ class References:
         if family is None:
             family = self._made(problem, tick)
         family.uses += 1
-        self._kept[problem.source] = family
+        self.kept[problem.source] = family
         while self._are_too_many():
-            self._kept.popitem(last=False)[1].retire()
+            self.kept.popitem(last=False)[1].retire()
             give_back()
         return family
 
     def _renewed(self, family: Family, problem: Problem, tick: Tick) -> Family | None:
-        """With new secrets; None where secret shapes are among them, too: then it is made anew."""
+        """With new secrets; None where it has to be made anew: secret shapes are among them, or others need the
+        memory."""
         if len(family.cases) > 1:
             family.close()
             return None
@@ -58,13 +60,16 @@ class References:
         reference.tick = tick
         try:
             reference.refresh()
-        except (ProblemError, InfraError):
+        except Crowded:  # others have taken memory meanwhile; whoever makes it anew waits for them
             reference.close()
-            raise
+            return None
         except OSError as error:  # its child was killed, and the way to it is closed
             reference.close()
             cause = f"the reference of {problem.problem_id} is gone ({error})"
             raise InfraError(cause, "It is made anew for the next candidate") from error
+        except BaseException:  # a tick's, too: nobody else knows it any more
+            reference.close()
+            raise
         family.uses = 0
         family.timings.clear()
         return family
@@ -72,7 +77,7 @@ class References:
     def _made(self, problem: Problem, tick: Tick) -> Family:
         several = cases(problem, self._rng)
         if not several:
-            made = self._device.reference(self._zygote, problem, self._options, self._rng, self._kept, tick)
+            made = self._device.reference(self._zygote, problem, self._options, self._rng, self.kept, tick)
             return Family(problem.source, [WorkloadCase(WHOLE, made)])
         family, shares = Family(problem.source, []), dict[tuple[str, ...], ReferenceChild]()
         try:
@@ -90,7 +95,7 @@ class References:
         if family.cases:
             options = msgspec.structs.replace(options, is_light=True, pool=_LIGHT_POOL)
         try:
-            made = self._device.sibling(bound, shares, self._zygote, options, self._rng, self._kept, tick)
+            made = self._device.sibling(bound, shares, self._zygote, options, self._rng, self.kept, tick)
         except ProblemError as error:
             if workload.is_tail or NO_GROUP in str(error):
                 return False
@@ -100,18 +105,18 @@ class References:
 
     def _are_too_many(self) -> bool:
         """By number, or by what they take: problems differ by a factor of a thousand."""
-        if len(self._kept) <= 1:
+        if len(self.kept) <= 1:
             return False
-        if len(self._kept) > self._options.references:
+        if len(self.kept) > self._options.references:
             return True
-        if sum(family.host_bytes for family in self._kept.values()) > self._options.reference_bytes:
+        if sum(family.host_bytes for family in self.kept.values()) > self._options.reference_bytes:
             return True
         on_device = self._device_bytes
         return on_device > 0 and on_device > self._device.room(self._options)
 
     @property
     def _device_bytes(self) -> int:
-        return sum(family.device_bytes for family in self._kept.values())
+        return sum(family.device_bytes for family in self.kept.values())
 
     def rest(self) -> None:
         """After a candidate: what others wait for is given back."""
@@ -134,11 +139,11 @@ class References:
 
     def drop(self, reference: Reference) -> None:
         """Its child is in doubt: forget it, and those of the same problem."""
-        family = next((one for one in self._kept.values() if reference in one.references), None)
+        family = next((one for one in self.kept.values() if reference in one.references), None)
         if family is None:
             reference.close()
             return
-        del self._kept[family.source]
+        del self.kept[family.source]
         family.close()
 
     def close(self) -> None:
@@ -146,5 +151,5 @@ class References:
         self._device.close()
 
     def _close_kept(self) -> None:
-        while self._kept:
-            self._kept.popitem()[1].close()
+        while self.kept:
+            self.kept.popitem()[1].close()

@@ -31,7 +31,7 @@ def read(data: bytes) -> wire.Reply:
     """:raises Malformed: whatever is wrong with `data`."""
     try:
         reply: wire.Reply = _decode(data)
-        _check(reply)
+        check_reply(reply)
     except Exception as error:  # the decoder, too, raises what it likes: RecursionError, UnicodeDecodeError
         raise Malformed(f"{type(error).__name__}: {error}"[:200]) from error
     return reply
@@ -43,7 +43,7 @@ def too_many_names(kernels: Iterable[str]) -> bool:
     return len(names) > MAX_KERNELS or sum(map(len, names)) > MAX_NAMES
 
 
-def _check(reply: wire.Reply) -> None:
+def check_reply(reply: wire.Reply) -> None:
     if isinstance(reply, (wire.Done, wire.Drawn)):
         check_tensors(reply.tree, reply.tensors)
     elif isinstance(reply, wire.Ready):

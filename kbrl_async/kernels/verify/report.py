@@ -22,7 +22,7 @@ _HINTS = {
     Fault.OUT_OF_MEMORY: "Allocate less: outputs and small scratch buffers only.",
     Fault.RUNTIME_ERROR: "Fix the Python error in ModelNew, or the arguments passed to the kernel.",
 }
-_RULE_HINTS = {
+RULE_HINTS = {
     "input_mutation": "Write results into a new tensor, never into the inputs.",
     "output_overwritten": "Allocate the output in each call; a kept buffer passes where outputs are set to kept.",
     "tensor_subclass": "Return plain tensors.",
@@ -84,12 +84,12 @@ def verdict_of(found: Findings) -> Verdict:
     if found.fault is not None:
         fault, rule = found.fault.kind, found.fault.rule
         message = clean(found.fault.text)
-        hint = _RULE_HINTS.get(rule, _HINTS.get(fault, ""))
+        hint = RULE_HINTS.get(rule, _HINTS.get(fault, ""))
     elif found.failed:
         fault = Fault.INCORRECT
         message, hint = _explain(found)
         if found.carries_state:
-            rule, hint = "state_carried", _RULE_HINTS["state_carried"]
+            rule, hint = "state_carried", RULE_HINTS["state_carried"]
             message = f"the same inputs were answered rightly once and wrongly another time. {message}"
     elif not 0 < found.passed == found.total:
         raise InfraError(

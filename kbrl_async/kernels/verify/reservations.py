@@ -76,6 +76,7 @@ class Reservations:
 
     def take(self, size: int) -> bool:
         """Whether `size` bytes in all may be planned with, now."""
+        size = min(size, self.total)  # who waits for more is granted that
         if size <= self.held or not self.is_concern(size):
             return True
         with self._locked():

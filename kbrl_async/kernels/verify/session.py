@@ -33,6 +33,7 @@ from protocols.records import INFRASTRUCTURE_FAULTS, OBSERVED, Fault
 _SLACK = 8
 _EXTENSIONS = 4
 _COPY_AREA = 1 << 28
+_CONFINED_S = 10.0
 FORGED = "forged_result"
 _TOLD = (wire.OP_TRACE, wire.OP_MUTED)
 _Expected = TypeVar("_Expected", bound=wire.Reply)
@@ -121,10 +122,8 @@ class Session:
     own_share: float | None = None
     """Known before anything is timed, where there is nothing but own kernels."""
     keeps_outputs = True
-    confined_within_s = 10.0
     ends_within_s = 2.0
     """From the end of its socket to its own; one that lives on has shut the socket itself."""
-    cure = "See the zygote's message on stderr"
 
     def __init__(
         self, zygote: Zygote, setup: wire.Setup, fds: tuple[int, ...], limits: Limits, deadline_s: float
@@ -150,9 +149,10 @@ class Session:
 
     def _confined(self) -> wire.Confined:
         try:
-            return self._expect(wire.Confined, self.confined_within_s)
+            return self._expect(wire.Confined, _CONFINED_S)
         except CandidateFault as fault:  # nothing of the source has run yet
-            raise InfraError(f"a sandboxed process did not confine itself ({fault.text[:200]})", self.cure) from fault
+            cause = f"a sandboxed process did not confine itself ({fault.text[:200]})"
+            raise InfraError(cause, "See the zygote's message on stderr") from fault
 
     @property
     def host_pid(self) -> int:

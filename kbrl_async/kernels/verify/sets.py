@@ -201,11 +201,11 @@ class SetMaker:
         if kind.name != "nominal" and any(tolerance.ill for tolerance in tolerances):
             self._leave(kind, "rounding errors decide there")
             return None
-        if reason := self._strays(blocks, expected, moves):
+        if reason := self.strays(blocks, expected, moves):
             self._leave(kind, reason)
             return None
         if not self.sets:
-            self._refuse_random(blocks, expected, tolerances)
+            self.refuse_random(blocks, expected, tolerances)
         is_degenerate_ = is_degenerate(blocks, expected, forgiving)
         known = Held(blocks, expected) if self._keeps else AskedSet(self._recent, lambda: self._again(make))
         return InputSet(kind.name, known, forgiving, mutated, is_degenerate_)
@@ -217,7 +217,7 @@ class SetMaker:
     def _leave(self, kind: inputs.Kind, reason: str) -> None:
         self.replaced.setdefault(kind.name, reason)
 
-    def _strays(self, blocks: list[torch.Tensor], expected: list[torch.Tensor], moves: list[float]) -> str:
+    def strays(self, blocks: list[torch.Tensor], expected: list[torch.Tensor], moves: list[float]) -> str:
         """Why these inputs are outside of what the problem is for; empty where they are not.
 
         The first nominal set is the measure, so it never strays: outputs grow at most as a polynomial of the inputs
@@ -313,7 +313,7 @@ class SetMaker:
             return None
         return outputs if len(outputs) == len(self._nominal_scales) else None
 
-    def _refuse_random(
+    def refuse_random(
         self, blocks: list[torch.Tensor], expected: list[torch.Tensor], tolerances: list[compare.Tolerance]
     ) -> None:
         """A reference that answers the same inputs twice in two ways can't be compared with anything."""

@@ -25,7 +25,7 @@ _UNITS = 2.0
 """In the last place of a narrow output: one rounding of the result, one of what it is made of."""
 FP8_SUM = 2.0**-13
 """fp8 tensor cores keep about 14 bits while they add up: what is lost of a sum of magnitudes."""
-_ILL_SHARE = {True: 5e-2, False: 1e-2}
+ILL_SHARE = {True: 5e-2, False: 1e-2}
 """Of the output's scale: an honest error above it says that the inputs are ill-conditioned, or the output jumps."""
 _SAMPLE, _NOISE_SHARE = 1 << 16, 0.1
 _CHUNK = 1 << 24
@@ -101,7 +101,7 @@ def tolerance(
     if binary and declared is None and wide is not None and is_confirmed_integer(expected, wide):
         return Tolerance(0.0, 0.0, 0.0, exact=True)
     honest = HONEST_FACTOR * max(largest_error(expected, wide), error)
-    limit = max(_ILL_SHARE[floor > 1e-3] * scale, absolute)
+    limit = max(ILL_SHARE[floor > 1e-3] * scale, absolute)
     relative = relative_of(expected.dtype) if declared is None else floor
     return Tolerance(
         relative, absolute, min(honest, limit), is_declared=declared is not None, ill=honest > limit, uncut=honest

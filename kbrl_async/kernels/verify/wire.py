@@ -18,8 +18,12 @@ GO = struct.Struct("<BBQ")
 
 OP_RUN, OP_EMPTY, OP_DOUBLE = 1, 2, 3
 OP_POISON_ON, OP_POISON_OFF = 4, 5
-OP_TRACE, OP_MUTED, OP_HELD = 16, 17, 18
-"""One recorded run; one with the candidate's own kernels switched off; the outputs of the run before the last again."""
+OP_TRACE: int = 16
+"""One recorded run."""
+OP_MUTED: int = 17
+"""One with the candidate's own kernels switched off."""
+OP_HELD: int = 18
+"""The outputs of the run before the last again."""
 OP_RECORD = 19
 """One run, written down as data: see `Taped`."""
 OP_BURST = 20
@@ -188,7 +192,7 @@ class Rest(msgspec.Struct, frozen=True, tag="rest"):
 
 
 class Map(msgspec.Struct, frozen=True, tag="map"):
-    """To a recorder, once: its arena, whose descriptor travels along."""
+    """To a recorder: its arena from now on, whose descriptor travels along."""
 
     size: int
 
@@ -206,6 +210,9 @@ class RecordForward(msgspec.Struct, frozen=True, tag="record"):
     """Where its own memory begins: what lies before is the bench's."""
     weights: int = 0
     """Where the weights lie in the arena, behind all that is its own; 0: they come by descriptor."""
+    is_brief: bool = False
+    """A forward that takes long is called once, and its graph is not launched to see whether it does the same: that
+    is asked of it again where its replay turns out wrong."""
 
 
 class Recorded(msgspec.Struct, frozen=True, tag="recorded"):

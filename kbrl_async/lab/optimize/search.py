@@ -176,7 +176,7 @@ class Chooser:
 
     def choose(self, tree: Tree) -> int | None:
         """The attempt to refine; None: a first answer."""
-        best = max((a for a in tree if self._may_refine(a, tree)), key=lambda a: self._worth(a, tree), default=None)
+        best = max((a for a in tree if self._may_refine(a, tree)), key=lambda a: self.worth(a, tree), default=None)
         if best is None:
             return None
         drawn = {arm: self._rng.betavariate(self.wins[arm], self.losses[arm]) for arm in (FRESH, REFINE)}
@@ -195,7 +195,7 @@ class Chooser:
             return False
         return len(tree.children(attempt.number)) < self._width and judged.category != "cheating"
 
-    def _worth(self, attempt: Attempt, tree: Tree) -> float:
+    def worth(self, attempt: Attempt, tree: Tree) -> float:
         tie = self._rng.random() if self._value is None else math.tanh(self._value(attempt.source))
         return value(attempt.judgement) / (1.0 + 0.5 * len(tree.children(attempt.number))) + 1e-6 * tie
 

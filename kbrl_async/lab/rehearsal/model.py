@@ -31,11 +31,11 @@ SEED = 0
 def describe(model: str, folder: Path, texts: Iterable[str]) -> None:
     """Writes all but the weights: the config of a folder, of transformers' cache or of a public model, and a tokenizer.
 
-    :raises UserError: nobody knows that model, or its vocabulary is too small to spell.
+    :raises UserError: nobody knows that model, its config is damaged, or its vocabulary is too small to spell.
     """
+    shape, source = read_shape(model), _config_of(model)
+    content = json.loads(source.read_text()) if source is not None else config_of(shape)
     folder.mkdir(parents=True, exist_ok=True)
-    source = _config_of(model)
-    content = json.loads(source.read_text()) if source is not None else config_of(read_shape(model))
     there = source is not None and any((source.parent / name).is_file() for name in TOKENIZER[:2])
     if there and source is not None:
         for name in TOKENIZER:

@@ -63,7 +63,7 @@ def _kernel(turn: ReportedTurn, found: Mapping[str, Any]) -> BestKernel:
 def _sources(turn: ReportedTurn, run: Path, record: Record | None, references: Mapping[str, str]) -> dict[str, Any]:
     problem_id = turn.stats.problem_id
     file = turn.stats.file or f"kernels/{problem_id.replace('/', '_')}.py"
-    kept = _text(run, file)
+    kept = text_in(run, file)
     own = {"source": kept, "reference": references.get(problem_id, ""), "file": file if kept else ""}
     return {**own, **_from_record(record)}
 
@@ -83,7 +83,7 @@ def _from_record(record: Record | None) -> dict[str, Any]:
     return found
 
 
-def _text(run: Path, file: str) -> str:
+def text_in(run: Path, file: str) -> str:
     """A file of the run folder, and of nowhere else: names come from data."""
     path = (run / file).resolve()
     if not path.is_relative_to(run.resolve()) or not path.is_file():

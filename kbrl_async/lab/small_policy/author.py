@@ -1,4 +1,4 @@
-"""An author who writes C like a beginner: mostly sensible, sometimes wrong, seldom fast.
+"""An author who writes C like a beginner: mostly sensible, sometimes wrong, sometimes slow.
 
 A kernel template asks the author at each place where a choice exists; the author answers by its habits. So the corpus
 holds every mixture of right and wrong, slow and fast, and RL has something to find.
@@ -12,7 +12,11 @@ import msgspec
 
 
 class Habits(msgspec.Struct, frozen=True):
-    """Probabilities of a slip (wrong code) by kind, and of the fast one among equally correct styles."""
+    """Probabilities of a slip (wrong code) by kind, and of the fast one among equally correct styles.
+
+    RL does not make frequent what is rare here, because a group seldom has both forms: of fast ones at .25 a policy
+    that was paid for speed took up the first line only, which every kernel shares (docs/methods.md).
+    """
 
     bound: float = 0.2
     formula: float = 0.2
@@ -22,7 +26,7 @@ class Habits(msgspec.Struct, frozen=True):
     name: float = 0.12
     argument: float = 0.16
     fence: float = 0.05
-    fast: float = 0.25
+    fast: float = 0.7
 
 
 UNBUILT = ("syntax", "name")

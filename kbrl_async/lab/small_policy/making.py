@@ -35,7 +35,7 @@ from kbrl_async.lab.small_policy.corpus import CorpusExample, examples
 from kbrl_async.learning.packing import TREE_TOKENS
 from kbrl_async.learning.settings import Sft
 from kbrl_async.learning.sft import SftReport, train_sft
-from kbrl_async.runs.origins import MADE
+from kbrl_async.weights import MADE
 
 PAD, EOS = "<pad>", "<eos>"
 
@@ -84,8 +84,8 @@ def ensure_small_policy(
     cache.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
     try:
-        report = _make(unfinished, options, progress, device)
-        folder = _place(cache, options, report.steps)
+        report = make_policy(unfinished, options, progress, device)
+        folder = place_of(cache, options, report.steps)
         if folder.exists():
             shutil.rmtree(unfinished if (folder / MADE).is_file() else folder)
         if unfinished.exists():
@@ -97,17 +97,17 @@ def ensure_small_policy(
 
 def folder_of(cache: Path, options: SmallPolicyOptions) -> Path | None:
     """Where the policy lies; None where it was not made yet."""
-    folder = _place(cache, options)
+    folder = place_of(cache, options)
     return folder if (folder / MADE).is_file() else None
 
 
-def _place(cache: Path, options: SmallPolicyOptions, steps: int | None = None) -> Path:
+def place_of(cache: Path, options: SmallPolicyOptions, steps: int | None = None) -> Path:
     """`steps`: done, where they are known."""
     whole = steps is None or steps >= options.sft.steps
     return cache / f"small-{_fingerprint(options)}{'' if whole else f'-cut-at-{steps}'}"
 
 
-def _make(folder: Path, options: SmallPolicyOptions, progress: Progress, device: str) -> SftReport:
+def make_policy(folder: Path, options: SmallPolicyOptions, progress: Progress, device: str) -> SftReport:
     sft = options.sft
     torch.manual_seed(options.seed)
     transformers_logging.disable_progress_bar()

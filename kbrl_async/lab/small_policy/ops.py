@@ -33,12 +33,17 @@ OPS: dict[str, Op] = {
     "leaky_relu": Op("F.leaky_relu(x, 0.01)", "v = v > 0.0f ? v : 0.01f * v;", ("v = v > 0.0f ? v : 0.1f * v;",)),
     "sigmoid": Op(
         "torch.sigmoid(x)",
-        "v = 1.0f / (1.0f + expf(-v));",
+        "v = 0.5f + 0.5f * tanhf(0.5f * v);",
         ("v = 1.0f / (1.0f + expf(v));",),
         "v = 1.0 / (1.0 + exp(-v));",
     ),
     "tanh": Op("torch.tanh(x)", "v = tanhf(v);", ("v = tanf(v);",), "v = tanh(v);"),
-    "silu": Op("F.silu(x)", "v = v / (1.0f + expf(-v));", ("v = v * (1.0f + expf(-v));",), "v = v / (1.0 + exp(-v));"),
+    "silu": Op(
+        "F.silu(x)",
+        "v = 0.5f * v * (1.0f + tanhf(0.5f * v));",
+        ("v = v * (1.0f + expf(-v));",),
+        "v = v / (1.0 + exp(-v));",
+    ),
     "gelu": Op(
         "F.gelu(x)",
         "v = 0.5f * v * (1.0f + erff(v * 0.70710678f));",

@@ -121,7 +121,7 @@ def random_steps(rng: random.Random, most: int, least: int = 0) -> tuple[ChainSt
 def random_spec(rng: random.Random) -> ProblemFamily:
     """A problem like the suite's, of any family; never with the operations of a held-out one, constants aside."""
     while True:
-        spec = _draw(rng)
+        spec = draw_spec(rng)
         if chain_of(spec) not in _HELDOUT_CHAINS:
             return spec
 
@@ -131,7 +131,7 @@ def chain_of(spec: ProblemFamily) -> tuple[str, ...]:
     return operations(Scope(render_problem(spec.module())))
 
 
-def _draw(rng: random.Random) -> ProblemFamily:
+def draw_spec(rng: random.Random) -> ProblemFamily:
     rows = rng.choice((160, 256, 288, 320, 512))
     family = rng.choices(range(7), weights=(6, 5, 4, 4, 2, 2, 2))[0]
     if family == 0:

@@ -89,12 +89,12 @@ def _padded(x_LND: torch.Tensor, before: int, behind: int) -> torch.Tensor:
 
 def _chosen(q_LND: torch.Tensor, k_LND: torch.Tensor) -> Attend:
     if not q_LND.is_cuda:
-        return _plain
+        return plain
     length = 1 << max(9, (len(k_LND) - 1).bit_length())
     return CANDIDATES[fastest(q_LND.shape[1], k_LND.shape[1], q_LND.shape[2], length, q_LND.dtype, q_LND.device)]
 
 
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 

@@ -28,7 +28,7 @@ from kbrl_async.errors import CheckpointError, ConfigError, PolicyMismatch
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import DTYPES, MAIN, causal_lm, load_model, load_tokenizer
-from kbrl_async.weights import FILES, check_here, prove
+from kbrl_async.weights import FILES, MADE, check_here, prove
 from protocols.records import PolicyVersion
 
 ABOUT = "kbrl_export.json"
@@ -129,13 +129,14 @@ def _copy_adapter(source: Path, base_model: str, folder: Path) -> None:
 
 
 def _save_tokenizer(base_model: str, folder: Path) -> None:
-    """The base's tokenizer as it stands there, or from the hub; none where the base has none."""
+    """The base's tokenizer as it stands there, or from the hub, none where the base has none; and how one that was made
+    here is asked."""
     local = Path(base_model).expanduser()
     if not local.is_dir():
         load_tokenizer(base_model).save_pretrained(str(folder))
         return
     names = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
-    for path in (path for name in (*names, "generation_config.json") for path in local.glob(name)):
+    for path in (path for name in (*names, "generation_config.json", MADE) for path in local.glob(name)):
         if not (folder / path.name).exists():
             shutil.copy(path, folder)
 

@@ -6,13 +6,14 @@ A GPU is asked through the driver's attributes, which needs no context and so no
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+
+from kbrl_async.kernels.cuda_driver import CudaError, driver
 
 _SHARED_PER_BLOCK, _SMS, _CLOCK_KHZ, _MEMORY_KHZ, _BUS_BITS, _L2 = 97, 16, 13, 36, 37, 38
 _MAJOR, _MINOR, _REGISTERS, _THREADS_PER_SM = 75, 76, 82, 39
@@ -59,20 +60,11 @@ def gpu_facts(name: str, memory_bytes: int, attribute: Attribute) -> GpuFacts:
 def of_gpu(index: int = 0) -> str:
     """Facts of the first GPU that this process may see; empty where there is none."""
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+        cuda = driver()
+        device, name, total = cuda.device(index)
+        return gpu_facts(name, total, lambda which: cuda.device_attribute(which, device)).text()
+    except (OSError, CudaError):
         return ""
-    device, name, total = ctypes.c_int(), ctypes.create_string_buffer(128), ctypes.c_size_t()
-    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index):
-        return ""
-    if cuda.cuDeviceGetName(name, 128, device) or cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device):
-        return ""
-
-    def attribute(number: int) -> int:
-        value = ctypes.c_int()
-        return 0 if cuda.cuDeviceGetAttribute(ctypes.byref(value), number, device) else value.value
-
-    return gpu_facts(name.value.decode(), total.value, attribute).text()
 
 
 def of_cpu(cpuinfo: Path = Path("/proc/cpuinfo"), cache: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> str:

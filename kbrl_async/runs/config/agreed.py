@@ -28,9 +28,9 @@ AGREED: Mapping[str, tuple[str, ...]] = {
         "processes.verifier",
     ),
     "timing_bench": (
-        "backend", "timing_bench.min_pairs", "timing_bench.max_pairs", "timing_bench.cap_s", "timing_bench.timed",
-        "timing_bench.deadline_s", "timing_bench.baselines", "timing_bench.sanitize_share", "timing_bench.flush_bytes",
-        "timing_bench.outputs", "timing_bench.timed_workloads", "processes.verifier",
+        "backend", "timing_bench.min_pairs", "timing_bench.max_pairs", "timing_bench.cap_s", "timing_bench.check_s",
+        "timing_bench.timed", "timing_bench.deadline_s", "timing_bench.baselines", "timing_bench.sanitize_share",
+        "timing_bench.flush_bytes", "timing_bench.outputs", "timing_bench.timed_workloads", "processes.verifier",
     ),
     "verifier": (
         "backend", "timing_bench.timed", "timing_bench.deadline_s", "timing_bench.outputs",

@@ -32,7 +32,7 @@ from kbrl_async.runs.config.names import ALIASES, RENAMED, nearest
 from kbrl_async.runs.config.presets import preset_settings
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.config.sources import PREFIX, Setting, from_env, from_file, from_overrides
-from kbrl_async.runs.config.starting import at_policy, how_asked, inherited
+from kbrl_async.runs.config.starting import at_policy, how_asked, inherited, taught
 
 CONFIG_FILE = "config.yaml"
 """The resolved configuration in a run folder."""
@@ -89,21 +89,22 @@ def gather(
 def _current(setting: Setting) -> Setting:
     """The same by the key's name of today."""
     if (new := RENAMED.get(setting.key)) is not None:
-        _warn(f"{setting.key} is {new} now; the old name is read for one more release ({setting.origin})")
+        warn_once(f"{setting.key} is {new} now; the old name is read for one more release ({setting.origin})")
     return msgspec.structs.replace(setting, key=new or ALIASES.get(setting.key, setting.key))
 
 
 @functools.cache  # a process reads its run's configuration more than once
-def _warn(text: str) -> None:
+def warn_once(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 
 def _asked_like(settings: Sequence[Setting]) -> list[Setting]:
-    """Where the policy is one of a run: how that run asked it lies below all other settings."""
+    """How the policy's run asked it, or what a small policy was taught, lies below all other settings."""
     stored = inherited(settings)
     if stored is None:
-        return []
-    found = how_asked(resolve([_current(setting) for setting in from_file(stored)]), str(stored))
+        found = taught(settings)
+    else:
+        found = how_asked(resolve([_current(setting) for setting in from_file(stored)]), str(stored))
     is_said = any(setting.key == "prompt.option" for setting in settings)  # the rest of a prompt goes with its option
     return [setting for setting in found if not (is_said and setting.key.startswith("prompt."))]
 

@@ -9,7 +9,7 @@
 
 A preset sets keys that lie below those of files and command line, and `CUDA_VISIBLE_DEVICES` of each process, in its
 nanny: so it holds for `kbrl train`, for `honcho start` and for a unit alike. To add one: an entry in
-`presets.PLACEMENTS` and in `_assigned`, its name in the schema.
+`presets.PLACEMENTS` and in `assigned`, its name in the schema.
 
 Invariant: a bench that shares its GPU has its sharers stand still while it times; one that does not, has nobody beside.
 """
@@ -24,6 +24,8 @@ from kbrl_async.errors import HostError
 from kbrl_async.runs.config.schema import Config
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+PLACED = ("sampler", "timing_bench", "verifier")
+"""Services with as many processes as `processes` says, each on GPUs of its own or another's."""
 LEAST_GIB = {"one_gpu": 24.0, "two_gpus": 16.0, "learner_apart": 24.0, "split": 16.0}
 """Memory of each GPU below which the suite's GPU shapes, their references and a small policy do not go together."""
 
@@ -63,7 +65,7 @@ def misfit(config: Config, gpus: Sequence[Gpu]) -> str:
     small = next((gpu for gpu in used if gpu.memory_gib < LEAST_GIB[name]), None)
     if small is not None:
         return f"GPU {small.id} has {small.memory_gib:.0f} GiB, and it takes {LEAST_GIB[name]:.0f} GiB"
-    timed = {gpus[_assigned(config, "timing_bench", i)[0]].name for i in range(config.processes.timing_bench)}
+    timed = {gpus[assigned(config, "timing_bench", i)[0]].name for i in range(config.processes.timing_bench)}
     if len(timed) > 1:
         return f"its benches would time on different GPUs ({', '.join(sorted(timed))}): speedups would not compare"
     return ""
@@ -84,13 +86,13 @@ def visible_to(config: Config, process: str, gpus: Sequence[Gpu]) -> dict[str, s
     if config.placement is None:
         return {}
     service, _, number = process.partition(".")
-    if service not in ("learner", "sampler", "timing_bench", "verifier"):
+    if service not in ("learner", *PLACED):
         return {}
-    at = _assigned(config, service, max(0, int(number) - 1) if number.isdigit() else 0)
+    at = assigned(config, service, max(0, int(number) - 1) if number.isdigit() else 0)
     return {VISIBLE: ",".join(gpus[i].id for i in at)} if at[-1] < len(gpus) else {}
 
 
-def _assigned(config: Config, service: str, instance: int) -> range:
+def assigned(config: Config, service: str, instance: int = 0) -> range:
     """Positions of its GPUs among those of the machine: one, or in a split as many as the learner's processes, or the
     copies and parts of a sampler's model, are."""
     if config.placement != "split":
@@ -113,8 +115,8 @@ def ranges(config: Config) -> dict[str, str]:
     """The GPUs of each process as a range, such as `2-5`, by its name; none where nothing is placed."""
     if config.placement is None:
         return {}
-    counts = {"learner": 1, "sampler": config.processes.sampler, "timing_bench": config.processes.timing_bench}
-    found = {f"{name}.{i + 1}": _assigned(config, name, i) for name, count in counts.items() for i in range(count)}
+    counts = {"learner": 1, **{name: getattr(config.processes, name) for name in PLACED}}
+    found = {f"{name}.{i + 1}": assigned(config, name, i) for name, count in counts.items() for i in range(count)}
     return {name: f"{at[0]}-{at[-1]}" if len(at) > 1 else str(at[0]) for name, at in found.items()}
 
 

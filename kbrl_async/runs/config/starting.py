@@ -1,15 +1,18 @@
-"""Starting from the policy of a run: `model_name=runs/NAME`, a folder of its policies, or `…/checkpoints/final`.
+"""Starting from the policy of a run: `model_name=runs/NAME`, a folder of its policies, or `…/checkpoints/final`; or
+from a folder of the small policy, as it was made or exported.
 
 ::
 
     model_name=runs/default ─at_policy─▶ …/runs/default/policies/policy-v14, which is what the new run stores
                              inherited ─▶ …/runs/default/config.yaml ─how_asked─▶ prompt, backend, max_tokens below all
+    model_name=./my-model ─ taught ─▶ ./my-model/sft.json: its prompt and backend, below all
 
 Only names and small files are looked at; `origins` loads what is named.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from kbrl_async.durable import numbered
 from kbrl_async.errors import CheckpointError
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.config.sources import Setting
-from kbrl_async.weights import POLICY_PREFIX
+from kbrl_async.weights import MADE, POLICY_PREFIX
 
 RUN_FILE = "config.yaml"
 POLICIES = "policies"
@@ -49,6 +52,19 @@ def inherited(settings: Sequence[Setting]) -> Path | None:
     policy = Path(named[-1]) if named else Path()
     stored = policy.parent.parent / RUN_FILE
     return stored if policy.parent.name == POLICIES and stored.is_file() else None
+
+
+def taught(settings: Sequence[Setting]) -> list[Setting]:
+    """The prompt and the language that a small policy was taught, where `model_name` is the folder of one."""
+    named = [str(setting.value) for setting in settings if setting.key == "model_name"]
+    made = Path(named[-1] if named else "").expanduser() / MADE
+    try:
+        options = json.loads(made.read_text())["options"]
+        option, _, file = options["prompt_option"].partition(":")
+        values = {"prompt.option": option, "backend": options["backend"], **({"prompt.file": file} if file else {})}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return [Setting(key, value, str(made)) for key, value in values.items()]
 
 
 def how_asked(config: Config, origin: str) -> list[Setting]:

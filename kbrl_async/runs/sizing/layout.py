@@ -23,7 +23,7 @@ from kbrl_async.errors import HostError, UserError
 from kbrl_async.kernels.backends import runs_on_gpu
 from kbrl_async.learning.fused.memory import Path as Computes
 from kbrl_async.learning.settings import FUSED_FAMILIES
-from kbrl_async.runs.config import Config
+from kbrl_async.runs.config import Config, placement
 from kbrl_async.runs.config.placement import Gpu
 from kbrl_async.runs.sizing.footprint import (
     BF16,
@@ -125,20 +125,18 @@ def _path(config: Config, shape: ModelShape, *, on_gpu: bool, bf16: bool) -> Com
 
 def tenants(config: Config, shape: ModelShape, capacity: float | None) -> list[Tenant]:
     """All that holds the policy, and the benches beside it; on a CPU all share its memory, as one GPU."""
-    on_one = config.placement != "split"
-    ranks, samplers = config.learner.processes, config.processes.sampler
     each = config.sampler.gpus
     found = [] if config.learner.engine != "torch" else [_learner(config, shape, capacity)]
-    for number in range(samplers):
+    for number in range(config.processes.sampler):
         held = _sampler(config, shape, capacity)
         if held is not None:
-            at = int(config.placement == "learner_apart") if on_one else ranks + number * each
-            found.append(Tenant(f"sampler.{number + 1}", range(at, at + each), held))
+            first = placement.assigned(config, "sampler", number)[0]
+            found.append(Tenant(f"sampler.{number + 1}", range(first, first + each), held))
     if capacity is not None and runs_on_gpu(config.backend):
-        first = {"two_gpus": 1, "learner_apart": 1, "split": ranks + samplers * each}.get(config.placement or "", 0)
-        for number in range(config.processes.timing_bench):
-            at = first if on_one else first + number
-            found.append(Tenant(f"timing_bench.{number + 1}", range(at, at + 1), Footprint({"problems": BENCH})))
+        for name in ("timing_bench", "verifier"):
+            for number in range(getattr(config.processes, name)):
+                at = placement.assigned(config, name, number)
+                found.append(Tenant(f"{name}.{number + 1}", at, Footprint({"problems": BENCH})))
     return found
 
 
@@ -174,14 +172,19 @@ def _sampler(config: Config, shape: ModelShape, capacity: float | None) -> Footp
     return Footprint({**needed, "KV cache": max(least, min(cache, share - sum(needed.values())))})
 
 
+def by_gpu(everyone: Sequence[Tenant]) -> dict[int, list[Tenant]]:
+    """Who sits on each GPU, by its position."""
+    places = sorted({at for tenant in everyone for at in tenant.gpus})
+    return {place: [tenant for tenant in everyone if place in tenant.gpus] for place in places}
+
+
 def misfit(config: Config, shape: ModelShape, gpus: Sequence[Gpu], host: float) -> Misfit | None:
     """Why this can't fit, by the fullest GPU, or the host's memory (bytes) where all compute on the CPU."""
     on_gpu = bool(gpus) and config.device != "cpu"
     capacity = min(gpu.memory_gib for gpu in gpus) * 2**30 if on_gpu else None
     everyone = tenants(config, shape, capacity)
     limit = capacity or host
-    for place in sorted({at for tenant in everyone for at in tenant.gpus}):
-        here = [tenant for tenant in everyone if place in tenant.gpus]
+    for place, here in by_gpu(everyone).items():
         total = sum(tenant.footprint.total for tenant in here)
         if total > TOLERANCE * limit:
             return _told(config, here, total, limit, f"GPU {place}" if on_gpu else "this host")
@@ -207,7 +210,7 @@ def _told(config: Config, here: Sequence[Tenant], total: float, limit: float, wh
 
 
 def _cure(config: Config, name: str, part: str) -> str:
-    if name.startswith("timing_bench"):
+    if name.startswith(("timing_bench", "verifier")):
         return "Give the bench a GPU of its own: placement=two_gpus or split"
     if name.startswith("sampler"):
         if part in ("weights", "versions") and config.sampler.engine == "transformers":

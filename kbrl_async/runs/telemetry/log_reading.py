@@ -29,7 +29,7 @@ from protocols.messages import TroubleReport
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 MAX_LINE_BYTES = 8 << 20
-_BLOCK = 1 << 16
+BLOCK = 1 << 16
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
@@ -207,7 +207,7 @@ def whole_size(path: Path) -> int:
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
-            begin = max(0, end - _BLOCK)
+            begin = max(0, end - BLOCK)
             file.seek(begin)
             found = file.read(end - begin).rfind(b"\n")
             if found >= 0:
@@ -222,7 +222,7 @@ class LastErrors:
     def __init__(self, folder: Path, kept: int = 20) -> None:
         self._broken = Broken()
         # of what is there already only the end: a long run's logs are not read for the sake of their last lines
-        begins = {path: max(0, whole_size(path) - _BLOCK) for path in files(folder)}
+        begins = {path: max(0, whole_size(path) - BLOCK) for path in files(folder)}
         self._follower = Follower(folder, begins, self._broken)
         self._last: deque[TroubleReport] = deque(maxlen=kept)
 

@@ -65,7 +65,7 @@ def configure(process_name: str, run_dir: Path | None, level: str = "info", *, t
     Python's own `logging` and `warnings` arrive there too. Call it again after a fork to a new process name.
     """
     is_brief = bool(os.environ.get(STATUS_LINE)) and _level_number(level) >= logging.INFO
-    stream = _LogFile(run_dir / "logs" / f"{process_name}.jsonl") if run_dir else None
+    stream = LogFile(run_dir / "logs" / f"{process_name}.jsonl") if run_dir else None
     clear_contextvars()
     structlog.configure(
         processors=[
@@ -86,7 +86,7 @@ def _level_number(name: str) -> int:
     return logging.getLevelNamesMapping()[name.upper()]
 
 
-class _LogFile:
+class LogFile:
     """A file that several processes append whole lines to; closed when it is no longer used.
 
     A full one is set aside as `NAME.jsonl.1`, and the one before is dropped (I10); who still writes to it notices.
@@ -105,6 +105,9 @@ class _LogFile:
             os.close(self._fd)
             self._fd = -1
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def fileno(self) -> int:
+        return self._fd
 
     def write(self, line: bytes) -> None:
         try:
@@ -135,8 +138,9 @@ class _LogFile:
         self._open()
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if self._fd >= 0:
-            close(self._fd)  # at the interpreter's end the module's own names may be gone
+        descriptor, self._fd = self._fd, -1
+        if descriptor >= 0:
+            close(descriptor)  # at the interpreter's end the module's own names may be gone
 
 
 def redact(_logger: object, _method: str, event: Event) -> Event:
@@ -158,7 +162,7 @@ class _Sinks:
     """Last processor: writes the event to both places and drops it."""
 
     def __init__(
-        self, process: str, stream: _LogFile | None, terminal: IO[str] | None, *, is_brief: bool = False
+        self, process: str, stream: LogFile | None, terminal: IO[str] | None, *, is_brief: bool = False
     ) -> None:
         self._process = process
         self._stream = stream

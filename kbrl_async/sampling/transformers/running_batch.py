@@ -80,7 +80,7 @@ class RunningBatch:
         self._stats = stats
         self._activate = activate
         self._cache = SlotCache()
-        self._prefixes: OrderedDict[tuple[int, ...], tuple[Prompt, torch.Tensor]] = OrderedDict()
+        self.prefixes: OrderedDict[tuple[int, ...], tuple[Prompt, torch.Tensor]] = OrderedDict()
         self._prefix_budget, self._prefill_budget = prefix_tokens, prefill_tokens
 
     @torch.inference_mode()
@@ -153,10 +153,10 @@ class RunningBatch:
     def _prompts(self, sequences: Sequence[RunningSequence]) -> dict[tuple[int, ...], tuple[Prompt, torch.Tensor]]:
         """K/V and last logits of every distinct prompt."""
         wanted = {tuple(s.prompt_ids) for s in sequences}
-        found = {key: self._prefixes[key] for key in wanted if key in self._prefixes}
+        found = {key: self.prefixes[key] for key in wanted if key in self.prefixes}
         self._stats.cached_prompts += len(sequences) - (len(wanted) - len(found))
         for key in found:
-            self._prefixes.move_to_end(key)
+            self.prefixes.move_to_end(key)
         for wave in _waves(sorted(wanted - found.keys(), key=len), self._prefill_budget):
             found.update(self._prefill(wave))
         return found
@@ -181,9 +181,9 @@ class RunningBatch:
         return out
 
     def _remember(self, ids: tuple[int, ...], entry: tuple[Prompt, torch.Tensor]) -> None:
-        self._prefixes[ids] = entry
-        while sum(map(len, self._prefixes)) > self._prefix_budget:
-            self._prefixes.popitem(last=False)
+        self.prefixes[ids] = entry
+        while sum(map(len, self.prefixes)) > self._prefix_budget:
+            self.prefixes.popitem(last=False)
 
     def _decode(
         self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: SlotCache | PromptCapture

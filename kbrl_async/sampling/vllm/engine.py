@@ -79,13 +79,13 @@ class VLLMEngine:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`options.max_model_len` is what `llm` was really started with."""
-        self._llm, self._parts, self.tokenizer, self._options = llm, parts, tokenizer, options
-        self._meter, self._computing, self._clock = meter, computing, clock
+        self._llm, self._parts, self.tokenizer, self.options = llm, parts, tokenizer, options
+        self.meter, self._computing, self._clock = meter, computing, clock
         self._stop_ids = sorted(eos_ids | {one_token(tokenizer, text) for text in options.settings.stop})
-        self._prompts = Prompts(tokenizer, options.max_model_len)
+        self.prompts = Prompts(tokenizer, options.max_model_len)
         self._live = LiveVersions()
         self._prover = VLLMProver(options.dtype, options.temperature)
-        self._pausing = Pausing(llm, keep_kv=options.settings.keep_kv)
+        self.pausing = Pausing(llm, keep_kv=options.settings.keep_kv)
         self._serial = itertools.count()
         self._load_lock = asyncio.Lock()
         self._released = asyncio.Event()
@@ -118,8 +118,8 @@ class VLLMEngine:
         check_params(params, purpose)
         self._check_alive()
         check_served(self._live.newest)
-        draft = Draft(self._prompts.fitting(prompt, params.max_tokens), params.max_tokens)
-        started, deadline_s = self._clock(), self._options.settings.answer_deadline_s(params.max_tokens)
+        draft = Draft(self.prompts.fitting(prompt, params.max_tokens), params.max_tokens)
+        started, deadline_s = self._clock(), self.options.settings.answer_deadline_s(params.max_tokens)
         self._longest_s = max(self._longest_s, deadline_s)
         try:
             async with asyncio.timeout(deadline_s):
@@ -185,10 +185,10 @@ class VLLMEngine:
             token_prompt(draft.so_far, f"v{max(served.version, self._weights)}"),
             self._sampling(draft, params),
             key,
-            **self._with_lora(served),
+            **self.with_lora(served),
         )
         reason = ""
-        self._pausing.began(key)
+        self.pausing.began(key)
         try:
             async with self._failing(), contextlib.aclosing(outputs):
                 async for output in outputs:
@@ -198,11 +198,11 @@ class VLLMEngine:
                     self._received += len(tokens)
                     reason = part.finish_reason or reason
         finally:
-            self._pausing.ended(key)
+            self.pausing.ended(key)
         return reason or "abort"
 
     def _sampling(self, draft: Draft, params: SamplingParams) -> Any:
-        parts, streamed = self._parts, self._options.update == "full"
+        parts, streamed = self._parts, self.options.update == "full"
         seed = None if params.seed is None else params.seed + len(draft.token_ids)
         return parts.sampling_params(
             max_tokens=draft.left,
@@ -215,10 +215,10 @@ class VLLMEngine:
             # Token by token only where weights may change between two of them: it costs the loop a turn each.
             output_kind=parts.delta if streamed else parts.final_only,
             **({"flat_logprobs": True} if parts.flat_logprobs else {}),
-            **_forced(draft, params),
+            **forced_words(draft, params),
         )
 
-    def _with_lora(self, served: Served) -> dict[str, Any]:
+    def with_lora(self, served: Served) -> dict[str, Any]:
         if not served.lora_id:
             return {}
         return {"lora_request": self._parts.lora_request(served.name, served.lora_id, served.folder)}
@@ -244,11 +244,11 @@ class VLLMEngine:
             self._check_alive()
             if manifest.version <= self._live.newest:
                 return
-            wanted = "lora" if self._options.update == "adapter" else "full"
+            wanted = "lora" if self.options.update == "adapter" else "full"
             if manifest.kind != wanted:
-                cause = f"policy v{manifest.version} is {manifest.kind}, and sampler.update={self._options.update}"
+                cause = f"policy v{manifest.version} is {manifest.kind}, and sampler.update={self.options.update}"
                 raise ConfigError(cause, "Use sampler.update=adapter with lora_rank, sampler.update=full without")
-            check_tokenizer(manifest, self._prompts.ids)
+            check_tokenizer(manifest, self.prompts.ids)
             for role in ("", *manifest.adapters):
                 await asyncio.to_thread(proven, folder, manifest, role)
             if wanted == "lora":
@@ -263,7 +263,7 @@ class VLLMEngine:
         try:
             for one in named:
                 await self._add(one)
-                await self._prover.prove(manifest, one.role, self._ask_as(one), self._ask_as(Served(-1)))
+                await self._prover.prove(manifest, one.role, self.ask_as(one), self.ask_as(Served(-1)))
         except BaseException:
             for one in named:
                 with contextlib.suppress(InfraError):
@@ -274,7 +274,7 @@ class VLLMEngine:
 
     @property
     def workers(self) -> int:
-        return self._options.settings.gpus
+        return self.options.settings.gpus
 
     async def meet(self, meeting: Meeting, link: int, patience_s: float) -> None:
         where = msgspec.json.encode(meeting)
@@ -284,7 +284,7 @@ class VLLMEngine:
     async def receive(self, offer: TransferOffer) -> None:
         async with self._load_lock:
             self._check_alive()
-            if offer.manifest.version <= self._live.newest or self._options.update != "full":
+            if offer.manifest.version <= self._live.newest or self.options.update != "full":
                 raise InfraError("no weights are wanted from the learner", "Send full weights, each version once")
             await self._load_weights(offer.manifest, functools.partial(self._take, msgspec.msgpack.encode(offer)))
 
@@ -300,12 +300,12 @@ class VLLMEngine:
         """`change` puts the weights into the engine while it stands still."""
         new = Served(manifest.version)
         if self._live.newest < 0:
-            await self._prover.meet_base(manifest, self._ask_as(Served(-1)))
+            await self._prover.meet_base(manifest, self.ask_as(Served(-1)))
         proof: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             async with self._computing():
                 await self._change_weights(new, change, proof)
-            await self._prover.prove(manifest, "", self._ask_as(new), None)
+            await self._prover.prove(manifest, "", self.ask_as(new), None)
         except BaseException as error:
             if self._proof is proof:
                 self._failure = error
@@ -321,14 +321,14 @@ class VLLMEngine:
         """Between two tokens of everything in flight."""
         self._open.clear()
         try:
-            await self._pausing.hold("update", lambda: self._received)
+            await self.pausing.hold("update", lambda: self._received)
             await change()
             self._weights, self._proof = new.version, proof
             self._live.serve([new])
             self._live.retire()
         finally:
             try:
-                await self._pausing.let_go("update")
+                await self.pausing.let_go("update")
             finally:
                 self._open.set()
 
@@ -372,11 +372,11 @@ class VLLMEngine:
             self._released.set()
 
     async def _wait_for_room(self) -> None:
-        live, most = lambda: len(self._live.live), self._options.live_versions
+        live, most = lambda: len(self._live.live), self.options.live_versions
         cure = "Lower max_tokens or sampler.deadline_s"
         await wait_for_room(live, most, self._released, self._check_alive, cure, self._longest_s)
 
-    def _ask_as(self, served: Served) -> Callable[[list[int], dict[str, Any]], Any]:
+    def ask_as(self, served: Served) -> Callable[[list[int], dict[str, Any]], Any]:
         """How the prover puts one question, the way rollouts go."""
 
         async def ask(ids: list[int], settings: dict[str, Any]) -> Any:
@@ -385,9 +385,9 @@ class VLLMEngine:
             )
             prompt = token_prompt(ids, f"canary{served.version}")
             last = None
-            async with self._failing(), asyncio.timeout(self._options.settings.answer_deadline_s(1)):
+            async with self._failing(), asyncio.timeout(self.options.settings.answer_deadline_s(1)):
                 key = f"canary#{next(self._serial)}"
-                async for output in self._llm.generate(prompt, params, key, **self._with_lora(served)):
+                async for output in self._llm.generate(prompt, params, key, **self.with_lora(served)):
                     last = output
             if last is None:
                 raise InfraError("vLLM gave no answer to a canary", "Restart the sampler")
@@ -400,14 +400,14 @@ class VLLMEngine:
     async def stand_still(self) -> None:
         """Compute nothing until `go_on`; sequences in flight stay as they are. For a bench on the same GPU."""
         async with self._failing():
-            await self._pausing.hold("quiet", lambda: self._received)
+            await self.pausing.hold("quiet", lambda: self._received)
 
     async def go_on(self) -> None:
         async with self._failing():
-            await self._pausing.let_go("quiet")
+            await self.pausing.let_go("quiet")
 
     def stats(self) -> EngineStats:
-        meter = self._meter
+        meter = self.meter
         return EngineStats(
             policy_version=self._live.newest,
             active=self._active,
@@ -445,7 +445,7 @@ class VLLMEngine:
         check_alive(self.failure, self._closed)
 
 
-def _forced(draft: Draft, params: SamplingParams) -> dict[str, Any]:
+def forced_words(draft: Draft, params: SamplingParams) -> dict[str, Any]:
     """What of a given answer is not written yet."""
     left = forced_ids(params)[len(draft.token_ids) :]
     return {"extra_args": {FORCED: list(left)}} if left else {}

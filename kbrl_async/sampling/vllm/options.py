@@ -25,6 +25,8 @@ INSTALL = "Install it beside its torch: pip install 'kbrl-async[vllm]' (vLLM 0.2
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM has kernels for; an adapter runs with the next one."""
 FORCING = "kbrl_async.sampling.vllm.forcing:Forcing"
+UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""vLLM's `CompilationConfig`: its own modules as they are, and a graph of each number of sequences that decode."""
 
 
 class VLLMOptions(msgspec.Struct, frozen=True):
@@ -146,6 +148,8 @@ def arguments(options: VLLMOptions, known: frozenset[str]) -> dict[str, Any]:
         "disable_log_stats": False,
         "worker_extension_cls": QUALIFIED,
     }
+    if not options.settings.compile and not wanted["enforce_eager"]:
+        wanted["compilation_config"] = UNCOMPILED
     if options.max_model_len:
         wanted["max_model_len"] = options.max_model_len
     if options.device != "cpu":

@@ -20,6 +20,7 @@ from kbrl_async.sampling.engine import Computing, EngineSetup, Tokenizer
 from kbrl_async.sampling.vllm.engine import VLLMEngine
 from kbrl_async.sampling.vllm.options import VLLMOptions, arguments, import_parts, set_environment
 from kbrl_async.sampling.vllm.scheduler import Meter
+from kbrl_async.shapes import shape_of
 from protocols.records import PolicyVersion
 
 PATIENCE_S = 60.0
@@ -30,9 +31,8 @@ BESIDE_BYTES = 4 << 30
 """CUDA's context and graphs, activations, adapters: of models that are fitted at all, generously."""
 BLOCK_TOKENS = 128
 """More than vLLM rounds a sequence up to."""
-NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings")
-STATEFUL = ("layers_block_type", "linear_num_key_heads", "mamba_d_state", "ssm_state_size", "state_size")
-"""Models whose sequences hold more than keys and values."""
+STATEFUL = ("layers_block_type", "linear_num_key_heads", "mamba_d_state", "ssm_state_size", "state_size", "text_config")
+"""Models whose sequences hold more than keys and values, or that are more than a language model."""
 
 
 async def start(setup: EngineSetup) -> VLLMEngine:
@@ -209,30 +209,22 @@ def fitted(options: VLLMOptions, total: int) -> VLLMOptions:
     folder = Path(options.model)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     try:
-        shape = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        content = json.loads((folder / "config.json").read_text())
+        shape = shape_of(content)
+    except (OSError, ValueError, ConfigError):
         return options
-    token = token_bytes(shape, 4 if options.dtype == "float32" else 2)
-    if not token or not weights:
+    longest = options.max_model_len or shape.positions
+    if not weights or not longest or any(name in content for name in STATEFUL):
         return options
-    longest = options.max_model_len or shape["max_position_embeddings"]
+    token = shape.kv_bytes(4 if options.dtype == "float32" else 2)
     # Each GPU has its part of the weights, and of keys and values as far as there are heads to part.
     parts = options.settings.tensor_parallel
-    heads = int(shape.get("num_key_value_heads") or shape["num_attention_heads"])
     slots = -(-options.settings.slots // options.settings.data_parallel)
-    one = token // min(parts, heads) * (longest + BLOCK_TOKENS)
-    beside = 2 * weights // parts + BESIDE_BYTES  # twice: new full weights are read beside the old ones
+    one = token // min(parts, shape.kv_heads) * (longest + BLOCK_TOKENS)
+    held = weights if options.lora_rank else 2 * weights  # new full weights are read beside the old ones
+    beside = held // parts + BESIDE_BYTES
     cache = min(one * (slots + 1), int(options.settings.memory_share * total) - beside)
     if cache < one:
         return options
     settings = msgspec.structs.replace(options.settings, memory_share=(cache + beside) / total)
     return msgspec.structs.replace(options, kv_bytes=cache, settings=settings)
-
-
-def token_bytes(shape: Mapping[str, Any], item: int) -> int:
-    """Keys and values of one token in all layers, `item` bytes a number; 0 where the model is not of a plain kind."""
-    if any(name not in shape for name in NEEDED) or any(name in shape for name in STATEFUL):
-        return 0
-    layers, heads = int(shape["num_hidden_layers"]), int(shape["num_attention_heads"])
-    depth = int(shape.get("head_dim") or shape["hidden_size"] // heads)
-    return 2 * layers * int(shape.get("num_key_value_heads") or heads) * depth * item

@@ -39,7 +39,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
             raise ProblemError("the reference fails")
         return ANSWERS[answer.strip()]
 
-    monkeypatch.setattr(verdicts, "_from_here", known)
+    monkeypatch.setattr(verdicts, "reward_from_here", known)
     monkeypatch.delenv(verdicts.SERVER, raising=False)
     return asked
 

@@ -240,6 +240,6 @@ def test_a_timing_is_told_with_its_uncertainty_and_its_baselines() -> None:
 
 def test_what_a_baseline_took_is_kept_as_a_prior(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    careful._remember("source", "a chip")("compile", Timing(40, 2.0, 1.9, 2.1, 1.0, 2.0))
+    careful.prior_keeper("source", "a chip")("compile", Timing(40, 2.0, 1.9, 2.1, 1.0, 2.0))
     kept = json.loads((tmp_path / "kbrl-async" / "baseline-priors.json").read_text())
     assert list(kept.values()) == [{"ms": 1.0, "eager_ms": 2.0}]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.cli import chaos, main, preflight
+from kbrl_async.cli import chaos, launch, main, preflight
 from kbrl_async.lab.chaos.faults import LINKED, FaultKind
 from kbrl_async.lab.chaos.link import Link
 from kbrl_async.runs.config import BEHIND, Endpoints, bound, endpoints, load
@@ -80,7 +80,7 @@ def test_a_signal_undoes_what_is_open(number: signal.Signals, monkeypatch: pytes
     def ours(*_: object) -> None:
         """In place of the default, which would end the tests where the command did nothing."""
 
-    monkeypatch.setattr(chaos, "_running", running)
+    monkeypatch.setattr(chaos, "on_running", running)
     before = signal.signal(number, ours)
     try:
         with pytest.raises(SystemExit) as ended:
@@ -95,7 +95,7 @@ def test_a_signal_undoes_what_is_open(number: signal.Signals, monkeypatch: pytes
 def test_nohup_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with chaos._undone_at_signals():
+        with launch.undone_at_signals():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

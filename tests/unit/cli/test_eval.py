@@ -31,7 +31,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     words = ["name=mine", "max_tokens=77", "level=2", "broker.submit=tcp://127.0.0.1:5755", "lora_rank=3"]
     (made / "config.yaml").write_text(to_yaml(load(overrides=words)))
     target = targets.Target("policy", str(made / "policies" / "policy-v4"), "mine-v4", str(made), 4, "abc")
-    monkeypatch.setattr(targets, "_of_run", lambda _run, _wanted: target)
+    monkeypatch.setattr(targets, "of_run", lambda _run, _wanted: target)
     return made
 
 
@@ -102,7 +102,7 @@ def test_a_run_as_model_name_is_evaluated_as_the_run(run: Path, monkeypatch: pyt
     policy = run / "policies" / "policy-v4"
     policy.mkdir(parents=True)
     (policy / "COMPLETE").touch()
-    monkeypatch.setattr(targets, "_of_folder", lambda _folder, _wanted: found)
+    monkeypatch.setattr(targets, "of_folder", lambda _folder, _wanted: found)
     config = resolved("model_name=runs/mine")
     assert (config.model_name, config.prompt_option, config.max_tokens, config.lora_rank) == ("small", "compact", 77, 3)
 

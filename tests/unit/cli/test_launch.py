@@ -314,13 +314,13 @@ def line_of(name: str, text: str) -> Message:
     )
 
 
-def test_a_terminal_has_a_last_line_that_is_replaced_in_place() -> None:
+def test_a_terminal_has_a_last_line_that_is_replaced_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "REFRESH_S", 0.0)
     shown = Terminal()
     printer = launch.RunPrinter(shown)
     printer.status = lambda width: f"training, {width} wide"
     printer.write(line_of("sampler", "careful"))
     printer.write(line_of("reward_aggregator", "» update 3/14"))
-    printer._drawn_at = float("-inf")
     printer.refresh()
     printer.close()
     status = "training, 79 wide"

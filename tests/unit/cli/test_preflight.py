@@ -100,10 +100,22 @@ def test_a_run_that_is_not_there_is_no_hub_name(folder: Path, named: str, cure: 
     assert cure in str(refused.value)
 
 
+def test_an_answer_that_is_longer_than_the_model_has_positions_is_refused() -> None:
+    fits = load(overrides=["model_name=Qwen2.5-0.5B", "max_tokens=32767"])
+    preflight.check_length(fits)
+    preflight.check_length(load(overrides=["max_tokens=1000000"]))
+    with pytest.raises(ConfigError, match="max_tokens=32768 leaves no room in the 32768 positions"):
+        preflight.check(planned("model_name=Qwen2.5-0.5B", "max_tokens=32768"))
+
+
 def test_a_model_folder_and_a_hub_name_pass(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
     preflight.check_policy(load(overrides=[f"model_name={folder}"]))
     preflight.check_policy(load(overrides=["model_name=Qwen/Qwen2.5-Coder-0.5B"]))
+
+
+def test_the_small_policy_is_no_missing_run_where_one_works_below_log_path(folder: Path) -> None:
+    preflight.check_policy(load(overrides=["model_name=small", f"log_path={folder.parent}"]))
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_watching_goes_on_through_an_absence_and_ends_with_the_run(capsys: pytes
 
     answers = [report(1.0, 5), None, report(3.0, 9), report(4.0, 9, draining=True), None]
     watcher = top.Watcher(lambda _: answers.pop(0), None)
-    views = list(top._views(watcher, 0.0))
+    views = list(top.views_until_the_end(watcher, 0.0))
     assert [view.state for view in views] == ["running", "away", "running", "stopping", "stopped"]
     assert views[1].run == "x", "it shows how things stood"
     assert views[2].workers[1].done_per_s == 2.0
@@ -103,7 +103,7 @@ def test_on_a_terminal_each_look_is_one_picture_on_a_screen_of_its_own(monkeypat
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     answers = [StatusReport(at=1.0, run="x", policy_version=3), StatusReport(at=2.0, run="x", draining=True), None]
     watcher = top.Watcher(lambda _: answers.pop(0), None)
-    assert top._watch(watcher, argparse.Namespace(interval=0.0, json=False)) == 0
+    assert top.watch_until_the_end(watcher, argparse.Namespace(interval=0.0, json=False)) == 0
     before, entered, screen = written.getvalue().partition("\x1b[?1049h")
     pictures, left, after = screen.partition("\x1b[?1049l")
     assert (before, bool(entered), bool(left)) == ("", True, True)

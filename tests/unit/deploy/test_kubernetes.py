@@ -25,7 +25,7 @@ from tests.unit.deploy.reading import BASE, DEPLOY, OVERLAYS, Object, containers
 HARDENING = yaml.safe_load((BASE / "hardening.yaml").read_text())["spec"]["template"]["spec"]
 SECCOMP = DEPLOY / "kubernetes" / "profiles" / "kbrl-sandbox.json"
 PORTS = {"broker": "broker", "aggregator": "reward_aggregator", "learner": "learner", "sampler": "sampler",
-         "compile": "compile_farm", "bench": "timing_bench"}  # fmt: skip
+         "compile": "compile_farm", "bench": "timing_bench", "verifier": "verifier"}  # fmt: skip
 each = pytest.mark.parametrize("workload", workloads(), ids=lambda found: found["metadata"]["name"])
 
 
@@ -51,7 +51,8 @@ def denied() -> set[str]:
 def test_every_role_of_a_run_has_its_workload() -> None:
     kinds = {role(found): found["kind"] for found in workloads()}
     assert kinds == {"broker": "StatefulSet", "aggregator": "StatefulSet", "learner": "StatefulSet",
-                     "sampler": "Deployment", "compile": "Deployment", "bench": "Deployment"}  # fmt: skip
+                     "sampler": "Deployment", "compile": "Deployment", "bench": "Deployment",
+                     "verifier": "Deployment"}  # fmt: skip
 
 
 @each
@@ -251,4 +252,12 @@ def test_an_overlay_renders_whole(folder: Path) -> None:
         on_gpu = folder.name == "gpu" and role(found) != "compile"
         assert ("nodeSelector" in pod(found)) == on_gpu
         limits = pod(found)["containers"][0]["resources"]["limits"]
-        assert ("nvidia.com/gpu" in limits) == (folder.name == "gpu" and role(found) in ("learner", "sampler", "bench"))
+        computes = role(found) in ("learner", "sampler", "bench", "verifier")
+        assert ("nvidia.com/gpu" in limits) == (folder.name == "gpu" and computes)
+
+
+@pytest.mark.parametrize("folder", OVERLAYS, ids=lambda folder: folder.name)
+def test_there_are_pods_that_verify_where_the_run_has_verifiers(folder: Path) -> None:
+    counts = {entry["name"]: entry["count"] for entry in kustomized(folder).get("replicas", [])}
+    pods = counts.get("verifier", named("Deployment")["verifier"]["spec"]["replicas"])
+    assert bool(load([folder / "run.yaml"]).processes.verifier) == bool(pods)

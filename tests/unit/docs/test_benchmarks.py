@@ -47,7 +47,9 @@ def help_of(commands: Commands, words: list[str], capsys: pytest.CaptureFixture[
 def test_every_sub_command_answers_help(question: str, capsys: pytest.CaptureFixture[str]) -> None:
     commands = commands_of(question)
     assert commands.question == question
-    assert help_of(commands, [], capsys).startswith(f"usage: python -m benchmarks.{question} ")
+    shown = help_of(commands, [], capsys)
+    assert shown.startswith(f"usage: python -m benchmarks.{question} ")
+    assert "option_strings" not in shown, "a % of a docstring was filled in"
     for name in commands.functions:
         assert name in help_of(commands, [name], capsys)
 

@@ -24,7 +24,7 @@ from tests.records import record, timing
 RECIPE = Recipe.of(TimingBench())
 FRACTIONS = {0.25: "quarter"}
 NUMBERS = {2: "two", 3: "three", 4: "four", 7: "seven", 10: "ten"}
-LARGE = [torch.empty(inputs._MANY_BYTES // 4 + 1, device="meta")]
+LARGE = [torch.empty(inputs.MANY_BYTES // 4 + 1, device="meta")]
 
 
 def percent(share: float) -> str:
@@ -53,17 +53,17 @@ SAID = {
         f"when all of it is {percent(RECIPE.margin)} away from 1",
         f"kept under {percent(1 - RECIPE.confidence)} ({percent((1 - RECIPE.confidence) / 2)} on each side)",
         f"at most {RECIPE.patience_s:g} s per measurement",
-        f"others had the core for over {percent(stopwatch._POLLUTED_SHARE)} of them",
+        f"others had the core for over {percent(stopwatch.POLLUTED_SHARE)} of them",
         f"Without a report it is {percent(PLACEMENT)}",
         f"(`--pairs-a-place`, {CAREFUL_PAIRS_A_PLACE})",
         f"training, which stops after {RECIPE.max_pairs} pairs",
     ),
     "docs/verification.md": (
         f"One candidate meets {NUMBERS[len(inputs.KINDS)]} secret input sets",
-        f"Inputs above {inputs._MANY_BYTES >> 20} MB get {NUMBERS[len(inputs.kinds_for(LARGE))]} sets",
+        f"Inputs above {inputs.MANY_BYTES >> 20} MB get {NUMBERS[len(inputs.kinds_for(LARGE))]} sets",
         f"`1e-4·|expected|` ({tolerance.base(torch.float16):.0e}".replace("e-0", "e-") + " in half precision)",
         f"{NUMBERS[int(tolerance.HONEST_FACTOR)]} times an honest error",
-        f"cut at {percent(tolerance._ILL_SHARE[False])} of the scale ({percent(tolerance._ILL_SHARE[True])} in half",
+        f"cut at {percent(tolerance.ILL_SHARE[False])} of the scale ({percent(tolerance.ILL_SHARE[True])} in half",
         f"under {percent(proof.MIN_SHARE)} (of at least {proof.MIN_LIBRARY_NS / 1e6:g} ms)",
     ),
     "docs/corpora.md": (f"above {RECIPE.suspicious:g}× measured again",),

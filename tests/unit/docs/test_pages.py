@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -165,13 +164,12 @@ def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 170
 
 
-def test_no_page_is_an_orphan_of_the_reference(tmp_path: Path) -> None:
+def test_no_page_is_an_orphan_of_the_reference() -> None:
     text = (
         "# A\n\n```sh\nkbrl x \\\n   y   # why\n\nfor a in b; do\n  echo $a\ndone\n```\nSee [b](c.md#d) and `e.py`.\n"
     )
     path = ROOT / "docs" / "README.md"
-    page = Page(path)
-    page._lines = text.splitlines()
+    page = Page(path, text)
     assert [(c.line, c.text) for c in page.commands] == [(4, "kbrl x y"), (7, "for a in b; do ; echo $a ; done")]
     assert page.links == [(11, "c.md#d")]
     assert page.code == [(11, "e.py")]

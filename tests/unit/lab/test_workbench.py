@@ -126,7 +126,7 @@ def test_cancelled_work_ends_at_its_next_step(bench: Workbench, loop: asyncio.Ru
             raise
 
     async def gives_up() -> bool:
-        work = asyncio.create_task(bench._run(works, workbench.nobody))
+        work = asyncio.create_task(bench.run_work(works, workbench.nobody))
         await asyncio.sleep(0.2)
         work.cancel()
         return await asyncio.to_thread(ended.wait, 5)
@@ -175,7 +175,7 @@ def timing(speedup: float, width: float, stopped: str = "resolved") -> Timing:
 )
 def test_a_comparison_claims_what_both_intervals_prove(one: Timing, other: Timing, claim: str) -> None:
     report = CandidateReport("k", "p", "c", True, "ok", "timing", "", "", 10, 10)
-    assert workbench._compared(report, report, one, other).claim == claim
+    assert workbench.compared(report, report, one, other).claim == claim
 
 
 def entry(kernel_id: str, lo: float | None = 1.0, source: str = "text\n") -> HistoryEntry:

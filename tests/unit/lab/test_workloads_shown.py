@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kbrl_async.evaluation.course import Tried, keep
-from kbrl_async.evaluation.document import _row
+from kbrl_async.evaluation.document import row_of
 from kbrl_async.kernels.funnel.result import Result
-from kbrl_async.kernels.kernelbench.formats import _metadata
-from kbrl_async.lab.verdicts import _of_verdict
+from kbrl_async.kernels.kernelbench.formats import metadata_of
+from kbrl_async.lab.verdicts import of_verdict
 from kbrl_async.rollouts.prompts.feedback import feedback_of
 from kbrl_async.rollouts.stats import RolloutStats
 from protocols.records import Fault, Problem, Timing, Verdict, WorkloadTiming, WorkloadVerdict
@@ -35,9 +35,9 @@ LINES = [
 
 def test_a_result_a_kernelbench_file_and_a_row_of_verdicts_name_each() -> None:
     assert [text for name, text in RESULT.rows() if name == "workload"] == LINES
-    assert _metadata(RESULT)["workloads"] == LINES
-    assert _of_verdict(VERDICT, TIMING)["workloads"] == LINES
-    assert "workloads" not in _metadata(Result("L1/01_a", "c", "cpu", Verdict(Fault.OK), ()))
+    assert metadata_of(RESULT)["workloads"] == LINES
+    assert of_verdict(VERDICT, TIMING)["workloads"] == LINES
+    assert "workloads" not in metadata_of(Result("L1/01_a", "c", "cpu", Verdict(Fault.OK), ()))
 
 
 def test_the_next_turn_reads_the_slowest_first() -> None:
@@ -49,7 +49,7 @@ def test_an_evaluation_counts_them_by_name_and_secret_shapes_as_one() -> None:
         problem_id="L4/01_a", level=4, reward=1.0, correct=True, speedup=1.2, speedup_lo=1.1, speedup_hi=1.3
     )
     kept = keep(Problem("L4/01_a", 4, "a", ""), "a.0", [Tried("a.0", stats, RESULT, "", 0.0)])
-    row = _row([kept.sample, kept.sample])
+    row = row_of([kept.sample, kept.sample])
     assert {name: (one.samples, one.correct, one.best_speedup) for name, one in row.workloads.items()} == {
         "decode": (2, 2, 1.5), "prefill": (2, 2, 0.7), "secret shapes": (2, 2, None),
     }  # fmt: skip

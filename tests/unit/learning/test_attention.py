@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kbrl_async.learning.fused import attention
-from kbrl_async.learning.fused.attention import TOLERANCE, MeasuredKernel, _plain, best, error_of, fastest
+from kbrl_async.learning.fused.attention import TOLERANCE, MeasuredKernel, best, error_of, fastest, plain
 from kbrl_async.learning.recompute import again
 
 SHAPE = (4, 2, 16, 512, torch.bfloat16, torch.device("cpu"))
@@ -27,20 +27,20 @@ class WrongGradient(torch.autograd.Function):
 
 
 def wrong_key_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return _plain(q, WrongGradient.apply(k), v)  # type: ignore[no-untyped-call]
+    return plain(q, WrongGradient.apply(k), v)  # type: ignore[no-untyped-call]
 
 
 def wrong_where_scores_are_low(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return _plain(q, k, v) * math.nan if float(q.detach().mean()) > 1.0 else _plain(q, k, v)
+    return plain(q, k, v) * math.nan if float(q.detach().mean()) > 1.0 else plain(q, k, v)
 
 
 def wrong_behind_a_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     is_padded = not q[:, :, 0].any()
-    return _plain(q, k, v) * (0.9 if is_padded else 1.0)
+    return plain(q, k, v) * (0.9 if is_padded else 1.0)
 
 
 def test_torchs_own_is_right() -> None:
-    assert error_of(_plain, *SHAPE) < TOLERANCE / 2
+    assert error_of(plain, *SHAPE) < TOLERANCE / 2
 
 
 @pytest.mark.parametrize("wrong", [wrong_key_gradient, wrong_where_scores_are_low, wrong_behind_a_prefix])
@@ -62,7 +62,7 @@ def test_nothing_wrong_is_chosen_however_fast() -> None:
 def test_measuring_inside_of_a_layer_that_is_computed_again_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(attention, "CANDIDATES", {"plain": _plain})
+    monkeypatch.setattr(attention, "CANDIDATES", {"plain": plain})
     x = torch.ones(3, requires_grad=True)
 
     def layer(x: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from kbrl_async.learning.policies.exporting import ABOUT, export
 from kbrl_async.learning.policies.models import active, add_adapters, causal_lm, wrap_lora
 from kbrl_async.runs.config import load
 from kbrl_async.runs.origins import base_model
+from kbrl_async.weights import MADE
 
 CANARY = [1, 2, 3, 4, 5]
 IDS = torch.tensor([[7, 8, 9, 3, 1]])
@@ -52,9 +53,11 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_a_full_policy_is_exported_as_it_is(tmp_path: Path, model: torch.nn.Module, base: str) -> None:
+    (Path(base) / MADE).write_text("{}")
     made = export(publish(tmp_path, model, base), tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
+    assert (tmp_path / "out" / MADE).is_file(), "which tells how a policy of ours is asked"
     assert (made.kind, made.policy_version) == ("full", 3)
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 

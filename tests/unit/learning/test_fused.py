@@ -153,9 +153,9 @@ def test_the_reference_of_a_penalty_is_the_model_without_its_adapter(
 def test_a_second_backward_pass_is_refused(adapted: torch.nn.Module) -> None:
     engine = Trainer(adapted, update_settings(kernels="fused")).passes
     assert isinstance(engine, FusedPasses)
-    engine._decoder.refresh()
+    engine.decoder.refresh()
     (made,) = bundle([TrainSample("r", [1, 2], [3, 4], [], 0, 0, 0)], 100, share=False)
-    total = engine._decoder(made.batches[0]).sum()
+    total = engine.decoder(made.batches[0]).sum()
     total.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="one backward pass"):
         total.backward()

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from kbrl_async.errors import CheckpointError, ConfigError, DiskFull
 from kbrl_async.learning import checkpoints, shards
@@ -62,13 +63,13 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 ) -> None:
     save(tmp_path, trainer, 1)
     assert checkpoints.latest(tmp_path) is not None, "a run's first one is waited for"
-    may_write, write = threading.Event(), shards._Writer.write_data
+    may_write, write = threading.Event(), HuggingFaceStorageWriter.write_data
 
     def write_late(*given: Any) -> Any:
         may_write.wait(60)
         return write(*given)
 
-    monkeypatch.setattr(shards._Writer, "write_data", write_late)
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", write_late)
     save(tmp_path, trainer, 2)
     held = {name: whole.clone() for name, whole in trainer.gathered_weights() or ()}
     trainer.step(groups, 1.0)

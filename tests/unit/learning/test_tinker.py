@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from kbrl_async.errors import CheckpointError, ConfigError, InfraError, KbrlErro
 from kbrl_async.learning.engine import LearnerSetup
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import wrap_lora
-from kbrl_async.learning.tinker import Remote, start
+from kbrl_async.learning.tinker import Remote, TinkerLearner, start
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.config import Config
 from kbrl_async.tinker_service import Account, path_in
@@ -64,6 +65,9 @@ def running(shared: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
     return shared
 
 
+_parts = WeakKeyDictionary[Learning, tuple[TinkerLearner, Log]]()
+
+
 def settings(**given: Any) -> Config:
     return update_settings(**{"epochs": 1, "minibatches": 1, "lora_rank": RANK, "deadline_s": 20.0, **given})
 
@@ -88,9 +92,16 @@ def learning(running: Running, folder: Path, **given: Any) -> Learning:
     service: Any = SimpleNamespace(
         config=made.settings, run_dir=folder, policies=folder / "policies", log=Log(), tell=lambda *_: None
     )
-    found = Learning(service, start(made))
-    found._resume()
+    engine = start(made)
+    assert isinstance(engine, TinkerLearner)
+    found = Learning(service, engine)
+    _parts[found] = engine, service.log
+    found.resume()
     return found
+
+
+def warned(made: Learning) -> list[str]:
+    return [line.event for line in _parts[made][1].at("warning")]
 
 
 def batch(index: int) -> TrainBatch:
@@ -156,10 +167,11 @@ def test_an_update_there_is_the_one_that_this_host_makes(
 def test_ten_updates_raise_what_pays(running: Running, tmp_path: Path) -> None:
     made = learning(running, tmp_path, learning_rate=0.02, loss="ppo", loss_at="service", warmup_steps=0)
     rows = groups(0)
-    first = made._engine._trainer.logprobs(rows[0].samples, 1.0)  # type: ignore[attr-defined]
+    trainer = _parts[made][0].trainer
+    first = trainer.logprobs(rows[0].samples, 1.0)
     for index in range(10):
         made.train(batch(index), rows, nothing)
-    last = made._engine._trainer.logprobs(rows[0].samples, 1.0)  # type: ignore[attr-defined]
+    last = trainer.logprobs(rows[0].samples, 1.0)
     rise = [sum(b) - sum(a) for a, b in zip(first, last, strict=True)]
     assert all((r > 0) == (s.advantage > 0) for r, s in zip(rise, rows[0].samples, strict=True))
     assert made.version == 10
@@ -182,7 +194,8 @@ def test_a_version_is_published_with_the_trained_weights_own_log_probs(running: 
 
 def test_the_service_keeps_no_more_than_the_run(running: Running, tmp_path: Path) -> None:
     made = learning(running, tmp_path, max_staleness=0)
-    mine = made._engine._remote._client.model_id  # type: ignore[attr-defined]
+    _, first = versions.newest(tmp_path / "policies") or pytest.fail("nothing is published")
+    mine = path_in(first).split("/")[2]
     for index in range(actor.KEPT_VERSIONS + 3):
         made.train(batch(index), groups(0), nothing)
     kept = {path_in(folder) for folder in (tmp_path / "policies").glob("policy-v*")}
@@ -256,7 +269,7 @@ def test_an_update_that_is_lost_is_made_again_from_the_checkpoint(
     running.service.break_(name, kind)
     report = made.train(batch(1), groups(1), nothing)
     assert (report.policy_version, report.failure) == (2, "")
-    assert "update lost" in [line.event for line in made._service.log.at("warning")]
+    assert "update lost" in warned(made)
     found = adapter(running)
     unbroken = learning(running, tmp_path / "unbroken", learning_rate=0.01)
     for index in range(2):
@@ -271,7 +284,7 @@ def test_a_server_that_fails_for_a_moment_is_asked_again_by_the_library(
     made = learning(running, tmp_path)
     running.service.break_("optim_step", status)
     assert made.train(batch(0), groups(0), nothing).policy_version == 1
-    assert made._service.log.at("warning") == []
+    assert warned(made) == []
     made.close()
 
 
@@ -313,7 +326,7 @@ def test_a_state_that_the_service_has_no_more_is_passed_over_for_the_one_before(
     again = learning(running, tmp_path, learning_rate=0.01)
     assert again.version == 2
     assert same(adapter(running), expected, 1e-6)
-    assert "checkpoint passed over" in [line.event for line in again._service.log.at("warning")]
+    assert "checkpoint passed over" in warned(again)
     again.close()
 
 

@@ -71,6 +71,6 @@ def test_the_model_chooses_what_is_refined_among_equals_and_no_more() -> None:
         search.wrote(asked.number, source, 1)
         search.judged(asked.number, Judgement(Fault.OK, "slow", lo=0.1) if source == "c" else wrong)
     chooser = Chooser(random.Random(0), value=search.options.value)
-    worth = {a.source: chooser._worth(a, search.tree) for a in search.tree}
+    worth = {a.source: chooser.worth(a, search.tree) for a in search.tree}
     assert worth["b"] > worth["a"]
     assert worth["b"] - worth["a"] < 1e-5, "a verdict weighs more than any opinion"

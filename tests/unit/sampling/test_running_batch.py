@@ -97,7 +97,7 @@ def test_twins_share_one_prefill_and_later_ones_use_the_cache(model: torch.nn.Mo
 def test_the_prefix_cache_is_bounded(model: torch.nn.Module) -> None:
     batch = batch_of(model, prefix_tokens=10)
     batch.join([sequence(f"a{i}", [i] * 4, 1) for i in range(5)])
-    assert sum(len(key) for key in batch._prefixes) <= 10
+    assert sum(len(key) for key in batch.prefixes) <= 10
 
 
 def test_a_dropped_row_is_gone_and_the_others_go_on(model: torch.nn.Module) -> None:

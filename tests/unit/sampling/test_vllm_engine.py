@@ -184,7 +184,7 @@ def test_an_answer_past_its_deadline_is_given_back_and_frees_its_kv(adapters: Le
     # The canaries are asked within the same deadline, and must not meet it on a slow machine.
     async def slow(engine: VLLMEngine, llm: FakeAsyncLLM) -> None:
         await engine.load(*adapters.publish())
-        engine._options = vllm_options(lora_rank=4, max_model_len=256, deadline_s=0.05)
+        engine.options = vllm_options(lora_rank=4, max_model_len=256, deadline_s=0.05)
         engine.load = lambda *_: asyncio.sleep(0)  # type: ignore[assignment, method-assign]
         await body(engine, llm)
 
@@ -292,7 +292,7 @@ def test_a_broken_adapter_is_named_and_the_version_before_goes_on_serving(adapte
 def test_weights_change_in_flight_and_every_token_knows_its_version(weights: Learner, mode: str) -> None:
     async def body(engine: VLLMEngine, llm: FakeAsyncLLM) -> None:
         if mode == "abort":  # a vLLM that can't freeze what is in flight
-            engine._pausing.freezes = False
+            engine.pausing.freezes = False
         first = weights.publish()
         old = copy.deepcopy(weights.model)
         await engine.load(*first)
@@ -347,7 +347,7 @@ def test_an_adapter_for_an_engine_of_full_weights_is_refused(weights: Learner, t
 def test_the_base_model_served_by_mistake_is_found(adapters: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: VLLMEngine, llm: FakeAsyncLLM) -> None:
         await engine.load(*adapters.publish())
-        monkeypatch.setattr(engine, "_with_lora", lambda _served: {})
+        monkeypatch.setattr(engine, "with_lora", lambda _served: {})
         with pytest.raises(PolicyMismatch, match=r"policy v1 has the canary log-probs of (the base model|policy v0)"):
             await engine.load(*adapters.publish(step=1e-5))
         assert engine.policy_version == 0

@@ -99,27 +99,27 @@ def test_adapters_attestation_and_a_killed_engine(tmp_path: Path) -> None:
             assert done.spans == ((1, len(done.token_ids)),)
             assert far(learner, second[1], done) < CLOSE
 
-        lora = engine._with_lora
+        lora = engine.with_lora
         wrong = {
             "the base model|policy v0": lambda _: {},
             "policy v1": lambda s: lora(Served(9, "", 900, str(second[1])) if s.version > 1 else s),
         }
         for name, mistake in wrong.items():
-            engine._with_lora = mistake  # type: ignore[method-assign]
+            engine.with_lora = mistake  # type: ignore[method-assign]
             with pytest.raises(PolicyMismatch, match=name):
                 await engine.load(*learner.publish())
-        engine._with_lora = lora  # type: ignore[method-assign]
+        engine.with_lora = lora  # type: ignore[method-assign]
 
-        ask = engine._ask_as
-        engine._ask_as = lambda s: lambda ids, given: ask(s)(ids, {**given, "temperature": 0.5})  # type: ignore[method-assign]
+        ask = engine.ask_as
+        engine.ask_as = lambda s: lambda ids, given: ask(s)(ids, {**given, "temperature": 0.5})  # type: ignore[method-assign]
         with pytest.raises(PolicyMismatch, match=r"at temperature 0\.\d+ where 1 was"):
             await engine.load(*learner.publish())
-        engine._ask_as = ask  # type: ignore[method-assign]
+        engine.ask_as = ask  # type: ignore[method-assign]
 
-        engine._prompts = Prompts(Shifted(), None)
+        engine.prompts = Prompts(Shifted(), None)
         with pytest.raises(PolicyMismatch, match="tokenizer"):
             await engine.load(*learner.publish())
-        engine._prompts = Prompts(NumberTokenizer(), None)
+        engine.prompts = Prompts(NumberTokenizer(), None)
 
         manifest, folder = learner.publish()
         (folder / "adapter_config.json").write_text("{")
@@ -128,8 +128,8 @@ def test_adapters_attestation_and_a_killed_engine(tmp_path: Path) -> None:
         assert (await engine.generate("still", "1", LONG)).policy_version == 1
 
         tasks = [asyncio.create_task(engine.generate(f"k{n}", "1 2 3", SamplingParams(450))) for n in range(32)]
-        before = engine._meter.decode_steps
-        while engine._meter.decode_steps < before + 3:
+        before = engine.meter.decode_steps
+        while engine.meter.decode_steps < before + 3:
             await asyncio.sleep(0.001)
         for child in psutil.Process().children(recursive=True):
             if "resource_tracker" not in " ".join(child.cmdline()):

@@ -60,6 +60,19 @@ def test_arguments_that_a_neighbouring_version_lacks_are_left_out() -> None:
     assert arguments(vllm_options("m"), KNOWN).keys() <= KNOWN
 
 
+@pytest.mark.parametrize(
+    ("device", "eager", "compiles", "expected"),
+    [("cuda", False, True, None), ("cuda", False, False, "FULL_DECODE_ONLY"), ("cuda", True, False, None),
+     ("cpu", False, False, None)],
+)  # fmt: skip
+def test_without_compiling_there_are_graphs_of_decoding_alone(
+    device: str, eager: bool, compiles: bool, expected: str | None
+) -> None:
+    known = KNOWN | {"compilation_config", "enforce_eager"}
+    given = arguments(vllm_options("m", device=device, eager=eager, compile=compiles), known)
+    assert given.get("compilation_config", {}).get("cudagraph_mode") == expected
+
+
 def test_a_vllm_without_processed_logprobs_is_refused() -> None:
     with pytest.raises(MissingTool, match="no logprobs_mode"):
         arguments(vllm_options("m"), KNOWN - {"logprobs_mode"})
@@ -93,7 +106,8 @@ def test_adapters_go_exactly_when_nobody_holds_them_and_a_newer_one_serves(steps
             live.release(held.pop(0))
         elif step == "retire":
             loaded -= {one.lora_id for one in live.retire()}
-            in_use = {one.lora_id for one in held} | {live._served[version][""].lora_id}
+            live.release(newest := live.acquire())
+            in_use = {one.lora_id for one in [*held, newest]}
             assert loaded == in_use
 
 

@@ -11,7 +11,7 @@ import pytest
 from kbrl_async.errors import ConfigError, MissingTool
 from kbrl_async.sampling.settings import Sampler
 from kbrl_async.sampling.vllm.options import VLLMOptions, arguments
-from kbrl_async.sampling.vllm.start import BESIDE_BYTES, BLOCK_TOKENS, check_split, fitted, token_bytes
+from kbrl_async.sampling.vllm.start import BESIDE_BYTES, BLOCK_TOKENS, check_split, fitted
 from tests.unit.sampling.fake_vllm import vllm_options
 
 GIB = 1 << 30
@@ -21,9 +21,16 @@ KNOWN = frozenset(
         *("enable_prefix_caching", "enable_chunked_prefill"),
     }
 )
-SMALL = {"num_hidden_layers": 6, "num_attention_heads": 6, "hidden_size": 384, "max_position_embeddings": 1024}
+SMALL = {
+    "vocab_size": 600,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "hidden_size": 384,
+    "max_position_embeddings": 1024,
+}
 # Qwen2.5-7B: grouped keys and values.
 LARGE = {
+    "vocab_size": 152064,
     "num_hidden_layers": 28,
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
@@ -43,12 +50,6 @@ def model(folder: Path, shape: dict[str, Any] | None, weights: int = 1000) -> st
 
 def options(name: str, **given: Any) -> VLLMOptions:
     return vllm_options(name, dtype="float32", slots=64, memory_share=0.2, **given)
-
-
-def test_a_token_holds_keys_and_values_of_all_layers() -> None:
-    assert token_bytes(SMALL, 4) == 2 * 6 * 384 * 4
-    assert token_bytes(LARGE, 2) == 2 * 28 * 4 * 128 * 2
-    assert token_bytes({**LARGE, "head_dim": 256}, 2) == 2 * 28 * 4 * 256 * 2
 
 
 def test_a_small_model_gets_a_cache_for_every_slot_and_measures_nothing(tmp_path: Path) -> None:
@@ -105,10 +106,24 @@ def test_where_not_every_slot_can_be_at_its_longest_the_cache_fills_the_share(tm
     assert share == pytest.approx(options("m").settings.memory_share)
 
 
+def test_a_base_under_adapters_is_held_once(tmp_path: Path) -> None:
+    whole = fitted(options(model(tmp_path, LARGE, 5 * GIB)), 141 * GIB)
+    adapted = fitted(options(model(tmp_path, LARGE, 5 * GIB), lora_rank=32), 141 * GIB)
+    assert whole.kv_bytes is not None
+    assert adapted.kv_bytes == whole.kv_bytes + 5 * GIB
+
+
 @pytest.mark.parametrize(
     ("shape", "weights"),
-    [(LARGE, 12 * GIB), (None, 1000), (SMALL, 0), ({**SMALL, "mamba_d_state": 16}, 1000), ({"hidden_size": 1}, 1000)],
-    ids=["too much for its share", "no config", "no weights", "with states", "of another kind"],
+    [
+        (LARGE, 12 * GIB),
+        (None, 1000),
+        (SMALL, 0),
+        ({**SMALL, "mamba_d_state": 16}, 1000),
+        ({"text_config": SMALL}, 1000),
+        ({"hidden_size": 1}, 1000),
+    ],
+    ids=["too much for its share", "no config", "no weights", "with states", "with eyes", "of another kind"],
 )
 def test_what_does_not_follow_from_the_shape_is_measured(
     tmp_path: Path, shape: dict[str, Any] | None, weights: int

@@ -7,11 +7,14 @@ import shutil
 import sqlite3
 from pathlib import Path
 
+import pytest
+
 from kbrl_async.lab.chaos.injuries import tear
 from protocols import events as ev
 from protocols.messages import Stage
 from services.broker import journal as module
 from services.broker.journal import Journal
+from tests.databases import connections, pages
 
 
 def row(seq: int, stage: str = Stage.COMPILE) -> ev.TaskRow:
@@ -44,10 +47,14 @@ def known(folder: Path) -> tuple[object, ...]:
     return snapshot.rows, snapshot.counters, records
 
 
-def test_a_kill_between_any_two_statements_leaves_a_whole_turn_or_none(tmp_path: Path) -> None:
+def test_a_kill_between_any_two_statements_leaves_a_whole_turn_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
+    made = connections(monkeypatch)
     journal, rng = Journal(str(run / "broker.sqlite")), random.Random(0)
+    db = made[-1]
     copies: list[Path] = []
     after_turn: list[tuple[object, ...]] = []
 
@@ -59,9 +66,9 @@ def test_a_kill_between_any_two_statements_leaves_a_whole_turn_or_none(tmp_path:
     moved: set[int] = set()
     next_seq = 1
     for number in range(6):
-        journal._db.set_trace_callback(lambda _: copies.append(copy(tmp_path / f"crash-{len(copies)}")))
+        db.set_trace_callback(lambda _: copies.append(copy(tmp_path / f"crash-{len(copies)}")))
         next_seq = turn(journal, rng, live, moved, next_seq)
-        journal._db.set_trace_callback(None)
+        db.set_trace_callback(None)
         after_turn.append(known(copy(tmp_path / f"turn-{number}")))
     journal.close()
     assert len(copies) > 20
@@ -71,11 +78,14 @@ def test_a_kill_between_any_two_statements_leaves_a_whole_turn_or_none(tmp_path:
     assert len({repr(state) for state in seen}) > 4, "they are not all the same"
 
 
-def test_what_is_left_of_ended_tasks_does_not_grow_with_their_number(tmp_path: Path) -> None:
+def test_what_is_left_of_ended_tasks_does_not_grow_with_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = connections(monkeypatch)
     journal, rng = Journal(str(tmp_path / "broker.sqlite")), random.Random(1)
     live: list[int] = []
     moved: set[int] = set()
-    next_seq, pages = 1, []
+    next_seq, sizes = 1, []
     for _ in range(300):
         next_seq = turn(journal, rng, live, moved, next_seq)
         for seq in live[:-20]:
@@ -83,10 +93,10 @@ def test_what_is_left_of_ended_tasks_does_not_grow_with_their_number(tmp_path: P
             journal.perform(ev.Finish(row(seq, "")), [])
             journal.perform(ev.Forget(seq, f"t{seq}"), [])
         journal.commit({})
-        pages.append(journal._db.execute("PRAGMA page_count").fetchone()[0])
+        sizes.append(pages(made[0]))
     journal.close()
     assert next_seq > 400
-    assert max(pages[150:]) <= max(pages[:150]) * 1.5
+    assert max(sizes[150:]) <= max(sizes[:150]) * 1.5
 
 
 def test_a_burst_leaves_a_small_file_behind_it_after_the_next_start(tmp_path: Path) -> None:
@@ -124,7 +134,7 @@ def test_a_disk_without_room_for_the_smaller_copy_stops_no_start(tmp_path: Path)
             return self._db.execute(statement)
 
     db = Refusing(sqlite3.connect(tmp_path / "j.sqlite"))
-    module._shrink(db)  # type: ignore[arg-type]
+    module.shrink(db)  # type: ignore[arg-type]
     assert db.asked == 1
 
 

@@ -33,6 +33,7 @@ from kbrl_async.runs.run_journal import RunJournal
 from kbrl_async.runs.run_memory import RunPlan
 from kbrl_async.runs.run_state import RunState
 from protocols.records import Problem, Purpose, TrainSample
+from tests.databases import connections, pages
 from tests.plans import alarms, buffer_rules, run_plan
 from tests.records import stats
 
@@ -79,11 +80,11 @@ class Life:
     def _admit(self) -> None:
         self._do(self.state.admission(self.now))
 
-    def _asked(self, purpose: Purpose) -> list[AskTurn]:
+    def asked(self, purpose: Purpose) -> list[AskTurn]:
         return [e for e in self.state.open_work() if isinstance(e, AskTurn) and e.purpose is purpose]
 
     def _rollout(self) -> None:
-        waiting = self._asked(Purpose.TRAIN)
+        waiting = self.asked(Purpose.TRAIN)
         if not waiting:
             return self._admit()
         rollout, group, problem, _ = self.rng.choice(waiting)
@@ -113,7 +114,7 @@ class Life:
     def _round(self) -> None:
         if (begun := self.state.round_due(self.now)) is not None:
             self._do(begun)
-        elif asked := self._asked(Purpose.EVAL):
+        elif asked := self.asked(Purpose.EVAL):
             found = stats(0.5, "L1/h") if asked[0].group_id == "eval-before" else None
             self._do(Evaluated(asked[0].group_id, asked[0].rollout_id, found, self.now))
 
@@ -191,30 +192,31 @@ def test_the_history_has_every_entry_once_in_order_whatever_was_compacted(journa
     scored = sum(isinstance(e, RolloutEnded | TurnTaken) for e in life.told)
     answers = journal.answers()
     assert len(answers.listed) == scored == life.state.turns_scored
-    assert answers.unfinished.keys() == {ask.group_id for ask in life._asked(Purpose.TRAIN)}
+    assert answers.unfinished.keys() == {ask.group_id for ask in life.asked(Purpose.TRAIN)}
 
 
 def test_the_journal_is_as_large_as_what_is_open_however_long_the_run_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made = connections(monkeypatch)
     monkeypatch.setattr("kbrl_async.runs.run_memory.KEPT_ENDS", 8)
     monkeypatch.setattr("kbrl_async.rollouts.buffer.buffer.REMEMBERED", 8)
     path = tmp_path / "aggregator.sqlite"
-    pages, states = [], []
+    sizes, states = [], []
     with RunJournal(path, TINY) as journal:
         life = Life(journal, 2)
         for _ in range(1800):
             life.step()
             journal.compact_if_due(life.state)
-            pages.append(journal._db.execute("PRAGMA page_count").fetchone()[0])
+            sizes.append(pages(made[0]))
             states.append(size(life.state))
     early, late = slice(900, 1200), slice(1500, None)
-    assert max(pages[late]) <= max(pages[early]) * 1.3
+    assert max(sizes[late]) <= max(sizes[early]) * 1.3
     assert max(states[late]) <= max(states[early]) * 1.3, "the run's own memory must not grow either"
     assert history_of(path).stat().st_size > 0
 
 
-def snapshots(journal: RunJournal, folder: Path, path: Path) -> list[Path]:
+def snapshots(db: sqlite3.Connection, folder: Path, path: Path) -> list[Path]:
     """From now on the files are copied before each statement: what a kill at that point would leave."""
     copies: list[Path] = []
 
@@ -225,22 +227,26 @@ def snapshots(journal: RunJournal, folder: Path, path: Path) -> list[Path]:
             shutil.copy(file, target / file.name)
         copies.append(target)
 
-    journal._db.set_trace_callback(copy)
+    db.set_trace_callback(copy)
     return copies
 
 
-def test_a_kill_at_any_point_of_a_compaction_loses_nothing_and_doubles_nothing(tmp_path: Path) -> None:
+def test_a_kill_at_any_point_of_a_compaction_loses_nothing_and_doubles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = connections(monkeypatch)
     path = tmp_path / "run" / "aggregator.sqlite"
     path.parent.mkdir()
     with RunJournal(path, TINY) as journal:
         life = Life(journal, 4)
         for _ in range(120):
             life.step()
-        copies = snapshots(journal, tmp_path, path)
+        db = made[0]
+        copies = snapshots(db, tmp_path, path)
         for _ in range(2):
             journal.compact(msgspec.msgpack.encode(life.state.snapshot()))
             life.step()
-        journal._db.set_trace_callback(None)
+        db.set_trace_callback(None)
     assert len(copies) >= 10
     told = [without_tokens(entry) for entry in life.told]
     lengths = set()
@@ -270,18 +276,26 @@ def test_a_reader_beside_a_compaction_sees_every_entry_once(journal: RunJournal,
     assert [without_tokens(e) for e in [first, *reading]] == [without_tokens(e) for e in life.told]
 
 
-def test_a_full_disk_leaves_the_journal_as_it_was_and_it_goes_on_once_there_is_room(journal: RunJournal) -> None:
+def test_a_full_disk_leaves_the_journal_as_it_was_and_it_goes_on_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = connections(monkeypatch)
+    with RunJournal(tmp_path / "aggregator.sqlite") as journal:
+        check_a_full_disk(journal, made[0])
+
+
+def check_a_full_disk(journal: RunJournal, db: sqlite3.Connection) -> None:
     life = Life(journal, 6)
     for _ in range(60):
         life.step()
     before = list(journal.entries())
-    (pages,) = journal._db.execute("PRAGMA page_count").fetchone()
-    journal._db.execute(f"PRAGMA max_page_count={pages}")
+    (size,) = db.execute("PRAGMA page_count").fetchone()
+    db.execute(f"PRAGMA max_page_count={size}")
     bulk = [RolloutEnded("r" * 9000, "g", stats()) for _ in range(40)]
     with pytest.raises(DiskFull, match=r"aggregator\.sqlite can't grow.*Free some space"):
         journal.append(bulk)
     assert list(journal.entries()) == before
-    journal._db.execute("PRAGMA max_page_count=1000000")
+    db.execute("PRAGMA max_page_count=1000000")
     for _ in range(20):
         life.step()
     assert [without_tokens(e) for e in journal.entries()] == [without_tokens(e) for e in life.told]

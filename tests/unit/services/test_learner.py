@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 import pytest
@@ -29,6 +30,7 @@ CANARY = Canaries([1, 2, 3], [])
 
 
 _living: dict[Path, Learning] = {}
+_parts = WeakKeyDictionary[Learning, tuple[Trainer, Log]]()
 
 
 def learning(folder: Path, **settings: Any) -> Learning:
@@ -37,18 +39,22 @@ def learning(folder: Path, **settings: Any) -> Learning:
         config=config, run_dir=folder, policies=folder / "policies", log=Log(), tell=lambda *_: None
     )
     if folder in _living:  # a process that is gone writes no more
-        _living.pop(folder)._publisher.close()
+        _living.pop(folder).close()
     trainer = Trainer(tiny_model(scale=1.0, **SMALLER), config)
     made = _living[folder] = Learning(
         service, LocalEngine(trainer, "base", CANARY, folder / "checkpoints", folder / "policies")
     )
-    made._resume()
+    _parts[made] = trainer, service.log
+    made.resume()
     return made
 
 
 def trainer_of(made: Learning) -> Trainer:
-    assert isinstance(made._engine, LocalEngine)
-    return made._engine.trainer
+    return _parts[made][0]
+
+
+def said_by(made: Learning, level: str) -> list[str]:
+    return [line.event for line in _parts[made][1].at(level)]
 
 
 def batch(index: int, number: int | None = None) -> TrainBatch:
@@ -127,7 +133,7 @@ def test_a_store_that_is_away_costs_no_update(tmp_path: Path) -> None:
     made = learning(tmp_path / "run", policy_url=f"file://{tmp_path}/remote/policies")
     assert made.train(batch(0), groups(0), nothing).policy_version == 1
     made.close()
-    assert "policy not uploaded" in [line.event for line in made._service.log.at("error")]
+    assert "policy not uploaded" in said_by(made, "error")
 
 
 def test_an_interrupted_learner_goes_on_bit_by_bit(tmp_path: Path) -> None:
@@ -139,8 +145,8 @@ def test_an_interrupted_learner_goes_on_bit_by_bit(tmp_path: Path) -> None:
     found += [again.train(batch(i), groups(i), nothing).metrics["loss"] for i in range(2, 4)]
     assert found == expected
     assert same(weights(again), weights(unbroken))
-    assert again._progress.samples == 32
-    assert again._progress.tokens == 32 * 5
+    assert again.progress.samples == 32
+    assert again.progress.tokens == 32 * 5
 
 
 def test_a_batch_that_comes_again_is_answered_and_not_trained_again(tmp_path: Path) -> None:
@@ -164,7 +170,7 @@ def test_a_learner_that_dies_before_every_publication_goes_on_bit_by_bit_from_ch
         made = learning(tmp_path / "b", **settings)  # a fresh process for every batch
         assert made.version == index
         with monkeypatch.context() as dying:
-            dying.setattr(Learning, "_publish", _die)
+            dying.setattr(Learning, "publish", _die)
             with pytest.raises(KeyboardInterrupt):
                 made.train(batch(index), groups(index), nothing)
         again = learning(tmp_path / "b", **settings)
@@ -199,7 +205,7 @@ def test_a_damaged_checkpoint_is_made_up_for_by_the_one_before_it_and_its_batche
     again = learning(tmp_path)
     assert again.version == 3
     assert same(weights(again), weights(made))
-    assert "checkpoint passed over" in [line.event for line in again._service.log.at("warning")]
+    assert "checkpoint passed over" in said_by(again, "warning")
 
 
 def test_a_batch_that_kills_the_learner_is_not_trained_again_at_its_start(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from kbrl_async.rollouts.buffer.events import Admitted, BatchTrained, RolloutScored
@@ -81,11 +82,13 @@ def test_an_update_says_how_far_the_run_is_and_what_it_took(tmp_path: Path) -> N
     }  # fmt: skip
 
 
-def test_what_is_told_of_answers_is_of_the_newest_version_that_is_whole(tmp_path: Path) -> None:
+def test_what_is_told_of_answers_is_of_the_newest_version_that_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not of the batch, which has the quickest groups of several versions."""
     config = settings()
     frame, state = service("reward_aggregator", tmp_path, config), RunState(plan_of(config))
-    state._buffer.version = 1
+    monkeypatch.setattr(RunState, "version", 1)
     writer = MetricsWriter(frame, state)
 
     def group(name: str, version: int, *correct: bool) -> list[Command]:
@@ -109,11 +112,11 @@ def test_what_is_told_of_answers_is_of_the_newest_version_that_is_whole(tmp_path
     assert (second["answers_of"], second["correct_rate"], second["compile_rate"]) == (0, 0.5, 1.0)
 
 
-def test_an_update_is_one_short_line_of_a_terminal(tmp_path: Path) -> None:
+def test_an_update_is_one_short_line_of_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings()
     frame, state = service("reward_aggregator", tmp_path, config), RunState(plan_of(config))
     writer = MetricsWriter(frame, state)
-    state._buffer.version = 1
+    monkeypatch.setattr(RunState, "version", 1)
     fast = stats(0.4, correct=True, compiled=True, speedup=1.25)
     ended = [RolloutEnded(f"g0.r{n}", "g0", one) for n, one in enumerate((fast, stats(0.0)))]
     scored = [RolloutScored("g0", f"g0.r{n}", [], 1.0) for n in range(2)]

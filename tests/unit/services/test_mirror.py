@@ -154,8 +154,8 @@ def test_a_file_goes_on_where_it_stopped_and_is_never_all_in_memory(tmp_path: Pa
             kept.write_bytes(file.read(size - 5 * CHUNK_BYTES + 17))  # of a process before this one
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         assert same_files(source, await pair.fetched(0))
-        assert pair.broker._depot is not None
-        assert pair.broker._depot.served < 8 * CHUNK_BYTES
+        assert pair.broker.depot is not None
+        assert pair.broker.depot.served < 8 * CHUNK_BYTES
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         assert grown < 2 * (size >> 10), "the comparison above holds both files"
 
@@ -196,7 +196,7 @@ def test_a_spoilt_beginning_is_thrown_away(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("path", ["../x", "/etc/x", "a/../../x", ""])
 def test_a_listing_that_names_files_outside_is_refused(path: str) -> None:
-    assert not mirror._is_inside(path)
+    assert not mirror.is_inside(path)
 
 
 def test_the_broker_serves_nothing_beside_the_newest_versions(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kbrl_async.evaluation.heldout import BEFORE
-from kbrl_async.runs.commands import Evaluated
+from kbrl_async.runs.commands import AskTurn, Evaluated
 from kbrl_async.runs.planning import plan_of
 from kbrl_async.runs.run_state import RunState
 from services.reward_aggregator.phases import Phase, phase_of
@@ -18,7 +18,8 @@ def state(max_minutes: float | None = 6.0) -> RunState:
 
 
 def end_evaluation(run: RunState, answers: int) -> None:
-    for asked in list(run._heldout.asked(BEFORE))[:answers]:
+    for asked in run.open_work()[:answers]:
+        assert isinstance(asked, AskTurn)
         run.do(Evaluated(BEFORE, asked.rollout_id, None, 10.0))
 
 

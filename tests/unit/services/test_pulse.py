@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from services.runtime import pulse as module
-from services.runtime.pulse import PULSE, STARTING_S, STUCK_S, Pulse, begin_pulse, serving
+from services.runtime.pulse import PULSE, STARTING_S, STUCK_S, Pulse
 
 LIMIT_S = 10.0
 
@@ -64,18 +64,33 @@ def test_one_that_has_not_served_yet_may_wait_longer(nanny: Nanny) -> None:
     assert nanny.looks(4) != ""
 
 
+CHILD = """
+import asyncio
+from services.runtime.pulse import begin_pulse, serving
+begin_pulse(asyncio.new_event_loop())  # it never turns: nothing is written but at once
+print("starts", flush=True)
+input()
+serving()
+print("serves", flush=True)
+"""
+
+
 def test_a_child_that_stands_still_right_after_it_began_to_serve_is_not_taken_for_one_that_starts(
-    nanny: Nanny, monkeypatch: pytest.MonkeyPatch
+    nanny: Nanny,
 ) -> None:
-    monkeypatch.setenv(PULSE, str(nanny.pulse.writer))
-    monkeypatch.setattr(module, "_serving", False)
-    monkeypatch.setattr(module, "_writer", -1)
-    with contextlib.closing(asyncio.new_event_loop()) as loop:  # never turns: nothing is written but at once
-        begin_pulse(loop)
+    writer, pipe = nanny.pulse.writer, subprocess.PIPE
+    environment = {**os.environ, PULSE: str(writer)}
+    command = [sys.executable, "-c", CHILD]
+    with subprocess.Popen(command, env=environment, pass_fds=[writer], stdin=pipe, stdout=pipe) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"starts\n"
         assert nanny.looks(STARTING_S / 2) == ""
-        serving()
-        assert nanny.looks(LIMIT_S) == ""
-        assert nanny.looks(2).startswith("no sign of life")
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"serves\n"
+    assert nanny.looks(LIMIT_S) == ""
+    assert nanny.looks(2).startswith("no sign of life")
 
 
 def test_time_in_which_the_nanny_itself_stood_still_does_not_count(nanny: Nanny) -> None:

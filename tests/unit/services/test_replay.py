@@ -77,20 +77,20 @@ class FakeRun:
         self._presets = find_presets(self.config.reward)
         torch.set_num_threads(1)
         self.trainer = make_trainer(self.config, self.config.model_name, "cpu")
-        self._publish(0)
-        with RunJournal(self.path / JOURNAL_FILE) as self._journal, ArchiveWriter(self.path / FILE) as self._archive:
+        self.publish(0)
+        with RunJournal(self.path / JOURNAL_FILE) as self.journal, ArchiveWriter(self.path / FILE) as self.archive:
             while self.state.updates < updates:
-                self._update()
+                self.update()
 
-    def _publish(self, version: int) -> None:
+    def publish(self, version: int) -> None:
         model, step = self.trainer.model, self.trainer.optimizer_step
         versions.publish(self.path / "policies", model, version, None, step, CANARY, self.config.model_name)
 
-    def _update(self) -> None:
-        while (batch := self._poll()) is None:
-            self._group()
+    def update(self) -> None:
+        while (batch := self.poll()) is None:
+            self.group()
         groups = self.state.train_groups(batch.batch_id)
-        self._archive.outcomes(
+        self.archive.outcomes(
             [
                 TurnOutcome(s.rollout_id, batch.batch_id, batch.index, s.reward, s.advantage)
                 for group in groups
@@ -98,36 +98,36 @@ class FakeRun:
             ]
         ).result(DEADLINE_S)
         metrics = self.trainer.step(groups, self.config.temperature, version=batch.index)
-        self._archive.updated(UpdateRow(batch.batch_id, batch.index + 1, metrics)).result(DEADLINE_S)
-        self._publish(batch.index + 1)
+        self.archive.updated(UpdateRow(batch.batch_id, batch.index + 1, metrics)).result(DEADLINE_S)
+        self.publish(batch.index + 1)
         progress = checkpoints.LearnerProgress(version=batch.index + 1)
         checkpoints.save(self.path / "checkpoints", self.trainer, progress, keep_checkpoints=2)
         metrics = {"ess": metrics["ess"]}
-        self._do(*self.state.trained(batch.batch_id, batch.index + 1, metrics, "", self._tick()))
+        self.do(*self.state.trained(batch.batch_id, batch.index + 1, metrics, "", self.tick()))
 
-    def _poll(self) -> BatchMade | None:
-        step = self.state.batch_step(self._tick())
-        self._do(step)
+    def poll(self) -> BatchMade | None:
+        step = self.state.batch_step(self.tick())
+        self.do(step)
         return step if isinstance(step, BatchMade) else None
 
-    def _group(self) -> None:
-        admitted = self.state.admission(self._tick())
+    def group(self) -> None:
+        admitted = self.state.admission(self.tick())
         assert admitted is not None
-        for place, ask in enumerate(self._do(admitted)):
+        for place, ask in enumerate(self.do(admitted)):
             assert isinstance(ask, AskTurn)
-            self._rollout(ask, place)
+            self.rollout(ask, place)
 
-    def _rollout(self, ask: AskTurn, place: int) -> None:
+    def rollout(self, ask: AskTurn, place: int) -> None:
         rollout_id, group_id, problem, purpose = ask
         request = self._manager.request(rollout_id, group_id, problem, purpose, 0)
-        record = Record.of(request, *self._work(place))
+        record = Record.of(request, *self.work(place))
         scored = self._manager.score(rollout_id, record, preset_for(group_id, self._presets, self.state))
         assert isinstance(scored, ScoredTurn)
         row = make_row(rollout_id, record, at=1.0, reward=scored.sample.reward)
-        self._archive.add(row, record.encode()).result(DEADLINE_S)
-        self._do(*self.state.ended(group_id, rollout_id, scored.sample, scored.stats, self._tick()))
+        self.archive.add(row, record.encode()).result(DEADLINE_S)
+        self.do(*self.state.ended(group_id, rollout_id, scored.sample, scored.stats, self.tick()))
 
-    def _work(self, place: int) -> Iterator[Work]:
+    def work(self, place: int) -> Iterator[Work]:
         tokens = [self._rng.randrange(VOCABULARY) for _ in range(self._rng.randint(2, 8))]
         logprobs = [-self._rng.uniform(3.5, 4.5) for _ in tokens]
         version = self.state.version
@@ -138,13 +138,13 @@ class FakeRun:
             verdict = Fault.OK if self._rng.random() < 0.5 else Fault.INCORRECT
             yield BenchReport(Verdict(verdict, passed=2, total=4))
 
-    def _do(self, *commands: Command | None) -> list[Effect]:
+    def do(self, *commands: Command | None) -> list[Effect]:
         done = [command for command in commands if command is not None]
         effects = [effect for command in done for effect in self.state.do(command)]
-        self._journal.append(done, [group.group_id for group in closed_in(effects)])
+        self.journal.append(done, [group.group_id for group in closed_in(effects)])
         return effects
 
-    def _tick(self) -> float:
+    def tick(self) -> float:
         self._now += 1.0
         return self._now
 
@@ -237,11 +237,11 @@ def test_a_run_whose_base_model_is_another_one_is_not_replayed(run: FakeRun) -> 
 def test_a_batch_whose_loss_was_not_finite_changes_nothing_in_a_replay(run: FakeRun) -> None:
     again = RunJournal(run.path / JOURNAL_FILE)
     with again as journal, ArchiveWriter(run.path / FILE) as archive:
-        run._journal, run._archive = journal, archive
-        while (batch := run._poll()) is None:
-            run._group()
+        run.journal, run.archive = journal, archive
+        while (batch := run.poll()) is None:
+            run.group()
         archive.updated(UpdateRow(batch.batch_id, batch.index, {})).result(DEADLINE_S)
-        run._do(*run.state.trained(batch.batch_id, batch.index, {}, "loss is nan", run._tick()))
+        run.do(*run.state.trained(batch.batch_id, batch.index, {}, "loss is nan", run.tick()))
     report = replay_run(run.path, with_learner=True)
     assert report.divergence is None
     assert (report.batches, report.curve.updates) == (2, 1)  # type: ignore[union-attr]
@@ -277,9 +277,9 @@ def test_a_kept_batch_is_found_first_and_names_why_it_was_kept(run: FakeRun) -> 
 
 
 def _made(run: FakeRun) -> BatchMade | None:
-    with RunJournal(run.path / JOURNAL_FILE) as run._journal, ArchiveWriter(run.path / FILE) as run._archive:
-        run._group()
-        return run._poll()
+    with RunJournal(run.path / JOURNAL_FILE) as run.journal, ArchiveWriter(run.path / FILE) as run.archive:
+        run.group()
+        return run.poll()
 
 
 def test_a_batch_that_never_was_is_an_error_with_a_cure(finished: FakeRun) -> None:

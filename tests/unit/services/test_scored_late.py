@@ -51,7 +51,7 @@ async def first_turn(folder: Path, config: Config, meanwhile: Meanwhile) -> tupl
         recorder.meanwhile = lambda: meanwhile(actor, state)
         task = Task(turn_id(rollout_id, 0), "1:1", Stage.SCORE, 1, 60.0, 0, group_id=opened.group_id)
         await actor.handle(task, record(rollout_id, problem=problem).encode())
-        await actor._submissions.finish()
+        await actor.submissions.finish()
     return state, rollout_id
 
 
@@ -90,7 +90,7 @@ def test_the_system_is_looked_at_though_results_never_cease(tmp_path: Path, monk
             pumping = asyncio.ensure_future(actor.pump())
             async with asyncio.timeout(PATIENCE_S):
                 while len(looks) < 3:
-                    actor._wake.set()
+                    actor.woken.set()
                     await asyncio.sleep(0)
             pumping.cancel()
             await asyncio.gather(pumping, return_exceptions=True)

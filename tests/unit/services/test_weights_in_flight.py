@@ -89,29 +89,39 @@ def learner(tmp_path: Path) -> Iterator[Learner]:
     made.publisher.close()
 
 
-def line_of(policies: Path, engine: Engine, name: str = "sampler.1") -> LearnerLine:
+def line_of(
+    policies: Path,
+    engine: Engine,
+    name: str = "sampler.1",
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    log: Log | None = None,
+) -> LearnerLine:
     service: Any = SimpleNamespace(
         config=load(overrides=["weights.transport=direct", "weights.stalled_s=5"]),
-        policies=policies, worker_id=name, log=Log(),
+        policies=policies, worker_id=name, log=log or Log(),
     )  # fmt: skip
-    return LearnerLine(service, engine)
+    return LearnerLine(service, engine, clock)
 
 
-def serving(kind: str, policies: Path, body: Served) -> None:
-    """`body` with an engine of `kind` over another base than what will be sent, and its line to the learner."""
+def serving(kind: str, policies: Path, body: Served, fakes: list[FakeAsyncLLM] | None = None, **of_line: Any) -> None:
+    """`body` with an engine of `kind` over another base than what will be sent, and its line to the learner. `fakes`
+    gets what stands for vLLM."""
 
     async def main() -> None:
         base, engine = make_model(seed=9), None
         if kind == "vllm":
             meter = Meter()
             llm = FakeAsyncLLM(base, meter, workers=2)
+            if fakes is not None:
+                fakes.append(llm)
             options = vllm_options(max_model_len=256, tensor_parallel=2)
             engine = VLLMEngine(llm, PARTS, NumberTokenizer(), frozenset([EOS]), options, meter)
         else:
             engine = TransformersEngine(base, NumberTokenizer(), Sampler())
         try:
             async with asyncio.timeout(60):
-                await body(engine, line_of(policies, engine))
+                await body(engine, line_of(policies, engine, **of_line))
         finally:
             await engine.close()
 
@@ -241,19 +251,21 @@ def test_answers_in_flight_go_on_over_an_update_and_say_whose_tokens_are_whose(l
         await line.load_newer(9)
         await asyncio.to_thread(learner.publish)
         await received(line, -1)
-        engine._llm.held_at = 4
+        (llm,) = fakes
+        llm.held_at = 4
         answer = asyncio.create_task(engine.generate("r", "1 2 3", SamplingParams(max_tokens=20)))
-        while not any(len(r.out) == 4 for r in engine._llm.running.values()):
+        while not any(len(r.out) == 4 for r in llm.running.values()):
             await asyncio.sleep(0)
         await asyncio.to_thread(learner.publish)
         task = asyncio.create_task(received(line, 0))
         while engine.policy_version < 1:
             await asyncio.sleep(0)
-        engine._llm.held_at = None
+        llm.held_at = None
         await task
         assert [version for version, _ in (await answer).spans] == [0, 1]
 
-    serving("vllm", learner.policies, body)
+    fakes: list[FakeAsyncLLM] = []
+    serving("vllm", learner.policies, body, fakes)
 
 
 @pytest.mark.parametrize("kind", ["transformers", "vllm"])
@@ -273,14 +285,9 @@ def test_other_weights_than_those_of_the_manifest_are_never_served(learner: Lear
 
 def test_a_sampler_whose_learner_has_gone_goes_by_files_and_comes_back(learner: Learner, tmp_path: Path) -> None:
     async def body(engine: Engine, line: LearnerLine) -> None:
-        now = 0.0
-        line._clock = lambda: now
         await line.load_newer(9)
         assert learner.sender is not None
-        store = learner.sender._server
         learner.publisher.close()
-        learner.sender._server = None
-        del store
         other = Learner(learner.policies)  # the learner's next process
         other.publish()
         other.publisher.free()
@@ -292,28 +299,28 @@ def test_a_sampler_whose_learner_has_gone_goes_by_files_and_comes_back(learner: 
         assert engine.policy_version == 1
         other.publisher.close()
 
-    serving("transformers", learner.policies, body)
+    serving("transformers", learner.policies, body, clock=lambda: 0.0)
 
 
 def test_an_engine_that_takes_nothing_is_left_to_the_files(learner: Learner) -> None:
+    now, log = [0.0], Log()
+
     async def body(engine: Any, line: LearnerLine) -> None:
         async def broken(_: Any) -> None:
             raise InfraError("the link broke", "")
 
-        now = [0.0]
-        line._clock = lambda: now[0]
         engine.receive = broken
         await line.load_newer(9)
         learner.publish()
         assert not await line.load_newer(-1)
-        assert [one.event for one in line._service.log.at("warning")] == ["weights not received"]
+        assert [one.event for one in log.at("warning")] == ["weights not received"]
         del engine.receive
         assert not await line.load_newer(-1), "not at once again"
         now[0] += 31.0
         await received(line, -1)
         assert engine.policy_version == 0
 
-    serving("transformers", learner.policies, body)
+    serving("transformers", learner.policies, body, clock=lambda: now[0], log=log)
 
 
 # ── rollouts ─────────────────────────────────────────────────────────────────────────────────────────────────────

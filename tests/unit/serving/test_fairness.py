@@ -84,7 +84,7 @@ def test_what_it_remembers_is_bounded_and_everything_is_served_once() -> None:
         queue.ended(client, 1.0)
     assert sorted(served) == list(range(added))
     assert len(queue) == 0
-    assert len(queue._used) == 0
+    assert len(queue.used) == 0
 
 
 def test_so_many_a_minute() -> None:
@@ -101,4 +101,4 @@ def test_of_clients_that_come_once_not_all_are_remembered() -> None:
     rates = RequestRates(60)
     for number in range(rates.CLIENTS + 100):
         rates.wait_s(f"c{number}", 0.0)
-    assert len(rates._left) == rates.CLIENTS
+    assert len(rates.left) == rates.CLIENTS

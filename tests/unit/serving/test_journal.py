@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,25 +54,27 @@ def test_nothing_but_a_checkpoint_waits_for_the_disk(kept: JobJournal) -> None:
     assert Path(f"{kept.path}-wal").stat().st_size > 1500 * 4096
 
 
-def test_a_checkpoint_that_fails_is_no_end(kept: JobJournal, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken:
-        def execute(self, _: str) -> None:
-            raise sqlite3.OperationalError("disk I/O error")
+def test_a_checkpoint_that_fails_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sick(sqlite3.Connection):
+        is_sick = True
 
-        def close(self) -> None:
-            pass
+        def execute(self, statement: str, *given: Any) -> sqlite3.Cursor:
+            if self.is_sick and "wal_checkpoint" in statement:
+                raise sqlite3.OperationalError("disk I/O error")
+            return super().execute(statement, *given)
 
-    kept.put(job(1))
-    with monkeypatch.context() as broken:
-        broken.setattr(kept, "_checkpoints", Broken())
+    monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Sick))
+    with contextlib.closing(JobJournal(tmp_path / "jobs.sqlite", keep=3)) as kept:
+        kept.put(job(1))
         with pytest.raises(HostError):
             kept.checkpoint()
-    kept.checkpoint()
-    assert kept.get("job1") is not None
+        Sick.is_sick = False
+        kept.checkpoint()
+        assert kept.get("job1") is not None
 
 
 def test_of_what_ended_the_newest_stay_with_their_names(kept: JobJournal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "_EVERY", 1)
+    monkeypatch.setattr(journal, "FORGET_EVERY", 1)
     kept.put(job(0))
     for number in range(1, 6):
         kept.put(job(number, Outcome(owner="host")))

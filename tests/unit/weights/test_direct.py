@@ -109,7 +109,7 @@ def test_weights_are_held_until_their_last_reader_is_done(sender: Sender) -> Non
     mine = weights(1)
     sender.offer(manifest(1), mine)
     offer = sampler.line.ask()
-    until(lambda: sender._readers == 1)
+    until(lambda: sender.readers == 1)
     freed = threading.Thread(target=sender.idle)
     freed.start()
     freed.join(0.1)
@@ -141,8 +141,9 @@ def test_a_sampler_that_does_not_go_on_costs_its_own_link_and_the_others_nothing
 
 def killed_in_transfer(meeting: Meeting) -> None:
     line = Line(meeting, "sampler.1", 1, PATIENCE_S)
-    TransferGroup(meeting, line.link, 1, 2, CPU, PATIENCE_S)
+    group = TransferGroup(meeting, line.link, 1, 2, CPU, PATIENCE_S)  # dropped, it would close while it is greeted
     line.ask()
+    assert group
     os.kill(os.getpid(), signal.SIGKILL)
 
 

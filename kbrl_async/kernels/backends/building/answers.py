@@ -59,7 +59,7 @@ def collect(child: Child, folder: Path, deadline_s: float) -> Collected:
             child.result(_STATUS_S)  # raises where its zygote died under it, which is no fault of the candidate's
     finally:
         child.close()
-    return Collected(isolation.level, data, is_late, _files(folder) if data else {})
+    return Collected(isolation.level, data, is_late, files_of(folder) if data else {})
 
 
 def refuse_unreadable(value: Message) -> None:
@@ -75,7 +75,7 @@ def read(data: bytes, kind: type[Message]) -> Message | None:
         return None
 
 
-def _files(folder: Path) -> dict[str, bytes]:
+def files_of(folder: Path) -> dict[str, bytes]:
     """What a child left that may be a link, a device or gigabytes is nothing."""
     try:
         fd = os.open(folder / _BUNDLE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -111,12 +111,12 @@ class CBackend(TakesPlans):
     def unit(self, source: str, context: BuildContext) -> BuildReport:
         """One C source."""
         march = context.farm.march
-        (toolchain, cpu), key = _toolchain(march), launch.source_key(source)
+        (toolchain, cpu), key = toolchain_of(march), launch.source_key(source)
 
         def compile_() -> tuple[BuildReport, bool]:
             with context.folder() as folder:
                 (folder / "kernel.c").write_text(source)
-                run = context.run(_command("kernel.c", "kernel.so", march), folder)
+                run = context.run(command_of("kernel.c", "kernel.so", march), folder)
                 if run.status == 0:
                     built = context.collect(folder, "kernel.so")
                     report = _check_calls(built) or BuildReport(Fault.OK, {key: context.store.put(built)})
@@ -135,7 +135,7 @@ class CBackend(TakesPlans):
         for source in dict.fromkeys(source for source, _ in program.kernels):
             with context.folder() as folder:
                 (folder / "kernel.c").write_text(source)
-                command = [*_command("kernel.c", "kernel.so", context.farm.march), *remarks.FLAGS]
+                command = [*command_of("kernel.c", "kernel.so", context.farm.march), *remarks.FLAGS]
                 found += remarks.lines(remarks.read(context.run(command, folder).output))
         return tuple(found)
 
@@ -153,8 +153,8 @@ def _flags(march: str) -> list[str]:
     return [f"-march={march}" if flag == launch.C_NATIVE else flag for flag in launch.C_FLAGS]
 
 
-def _command(source: str, target: str, march: str = NATIVE) -> list[str]:
-    return [_gcc(), *_flags(march), "-fdiagnostics-color=never", source, "-o", target, *launch.C_LIBRARIES]
+def command_of(source: str, target: str, march: str = NATIVE) -> list[str]:
+    return [find_gcc(), *_flags(march), "-fdiagnostics-color=never", source, "-o", target, *launch.C_LIBRARIES]
 
 
 def _clean(line: str) -> str:
@@ -209,7 +209,7 @@ def _violation(rule: str, message: str, hint: str) -> BuildReport:
 
 
 @functools.cache
-def _gcc() -> str:
+def find_gcc() -> str:
     path = shutil.which("gcc")
     if path is None:
         raise MissingTool("gcc is not installed", launch.GCC_CURE)
@@ -217,18 +217,18 @@ def _gcc() -> str:
 
 
 @functools.cache
-def _toolchain(march: str = NATIVE) -> tuple[str, str]:
+def toolchain_of(march: str = NATIVE) -> tuple[str, str]:
     """`gcc 12.2.0 znver4 1f3c…`: version, resolved -march, hash of what the flags resolve to and of a probe; and the
     instruction sets that this makes use of.
 
     So hosts whose toolchains have one name build the same bytes, and a farm that hands out others has lied.
     """
-    name, resolved = needed(_gcc(), march)
+    name, resolved = needed(find_gcc(), march)
     version = subprocess.run(
-        [_gcc(), "-dumpfullversion"], capture_output=True, text=True, check=False, timeout=30
+        [find_gcc(), "-dumpfullversion"], capture_output=True, text=True, check=False, timeout=30
     ).stdout
     flags = " ".join((*_flags(march), *launch.C_LIBRARIES))
-    digest = hashlib.sha256(f"{resolved}\0{flags}\0{_probe(march)}".encode()).hexdigest()[:12]
+    digest = hashlib.sha256(f"{resolved}\0{flags}\0{probe_hash(march)}".encode()).hexdigest()[:12]
     return f"gcc {version.strip()} {name} {digest}", extensions(resolved)
 
 
@@ -242,11 +242,13 @@ void probe(const float *x, float *y, long n) {
 """
 
 
-def _probe(march: str = NATIVE) -> str:
+def probe_hash(march: str = NATIVE) -> str:
     """Hash of what this compiler, with this libc and linker, makes of a source of ours."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "probe.c").write_text(_PROBE)
-        subprocess.run(_command("probe.c", "probe.so", march), cwd=folder, capture_output=True, check=False, timeout=30)
+        subprocess.run(
+            command_of("probe.c", "probe.so", march), cwd=folder, capture_output=True, check=False, timeout=30
+        )
         built = Path(folder) / "probe.so"
         return hashlib.sha256(built.read_bytes()).hexdigest() if built.exists() else ""
 

@@ -202,14 +202,14 @@ class Build:
         if self._extension.with_cuda:
             (place / "waits.cpp").write_text(_WAITS)
             names += ["waits.cpp", "-fPIC", *_WRAPPED]
-        run = self._run([self._tools.cxx, "-shared", *names, "-o", "extension.so", *self._libraries()], place, is_slim)
+        run = self._run([self._tools.cxx, "-shared", *names, "-o", "extension.so", *self.libraries()], place, is_slim)
         if run.status != 0:
             return BuildAttempt(run=run)
         words = self._context.collect(place, "output.txt").decode(errors="replace")  # all: Python's symbols come first
         left = {symbol for symbol in _OPEN_SYMBOL.findall(words) if not self._tools.may_stay_open(symbol)}
         return BuildAttempt(self._context.collect(place, "extension.so"), run, tuple(sorted(left)))
 
-    def _libraries(self) -> list[str]:
+    def libraries(self) -> list[str]:
         here = self._tools.libraries
         cuda = self._extension.with_cuda
         torch = ["c10", "torch_cpu", "torch", "torch_python", *(["c10_cuda", "torch_cuda"] if cuda else [])]

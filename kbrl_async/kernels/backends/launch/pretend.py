@@ -68,11 +68,20 @@ def pretend(stand_in: str, everything: bool = False) -> None:
         torch.set_default_device(stand_in)
     mode: Any = PretendCuda(stand_in, everything)
     mode.__enter__()
-    for name, value in _namespace().items():
+    for name, value in (_namespace() | (_GRAPHS if stand_in == "meta" else {})).items():
         setattr(torch.cuda, name, value)
     # The bench looks whether `torch.cuda.synchronize` is still torch's own, so only what it calls is replaced.
     setattr(torch._C, "_cuda_synchronize", lambda: None)  # noqa: B010 - not there in a torch for CPUs
     torch.nn.Module.cuda = lambda self, device=None: self.to("cuda")  # type: ignore[method-assign]
+
+
+def inputs_of(problem: types.ModuleType) -> list[Any]:
+    """What its `get_inputs` gives on the stand-in device; real tensors on the CPU where it looks at values."""
+    try:
+        return list(problem.get_inputs())
+    except (NotImplementedError, RuntimeError):
+        with torch._C.DisableTorchFunction():
+            return list(problem.get_inputs())
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -107,6 +116,26 @@ class _Stream:
 
     def query(self) -> bool:
         return True
+
+
+class _Graph:
+    """As `torch.cuda.CUDAGraph` where nothing is computed: what is captured is called, which is all that is asked."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    capture_begin = capture_end = instantiate = replay = reset = _nothing
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 1)
+
+
+_GRAPHS: dict[str, Any] = {
+    "CUDAGraph": _Graph,
+    "graph": lambda *args, **kwargs: contextlib.nullcontext(),
+    "graph_pool_handle": lambda: (0, 1),
+    "is_current_stream_capturing": lambda: False,
+    "make_graphed_callables": lambda callables, *args, **kwargs: callables,
+}
 
 
 def _namespace() -> dict[str, Callable[..., Any]]:

@@ -26,8 +26,15 @@ class LaunchCounter:
         self.depth = 0
         """> 0 inside a launch, while recording."""
         self.launches: dict[str, tuple[int, int]] = {}
+        self.ops: dict[str, tuple[int, int]] = {}
+        """The library's operators, by whoever sees them."""
+        self.place: Callable[[], int] | None = None
+        """While a CUDA graph is captured: how many nodes it has by now."""
+        self.spans: list[tuple[int, int]] = []
+        """First and last+1 of the nodes that each launch made there."""
         self.tape: Callable[[Any, tuple[Any, ...], list[Any]], None] | None = None
-        """Hears of each call of a built C function, before it: the function, its arguments, and what C gets of them."""
+        """Hears of each call of a built C function, before it: the function, its arguments, and what C gets of them; of
+        kernels on a GPU, only what they are given."""
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`, counted under `name` while recording."""
@@ -36,6 +43,7 @@ class LaunchCounter:
         if self.is_muted:
             self._count(name, 0)
             return None
+        first = self.place() if self.place else 0
         self.depth += 1
         begin = _now()
         try:
@@ -43,6 +51,8 @@ class LaunchCounter:
         finally:
             spent = _now() - begin
             self.depth -= 1
+        if self.place:
+            self.spans.append((first, self.place()))
         self._count(name, spent)
         return result
 

@@ -83,6 +83,7 @@ class NvrtcBackend(TakesPlans):
     launcher = "cuda_kernel"
     is_cuda = True
     reads_bytes = True
+    may_tune = False
     key_prefix = cuda.PREFIX
 
     def claims(self, source: str) -> float:
@@ -125,7 +126,7 @@ class NvrtcBackend(TakesPlans):
 
         def compile_() -> tuple[BuildReport, bool]:
             done = _compiled(source, names, arch, options, context)
-            report = _report(done, cuda.source_key(source, options), context, arch)
+            report = report_of(done, cuda.source_key(source, options), context, arch)
             is_deterministic = not done.is_late and bool(done.data)
             return msgspec.structs.replace(report, toolchain=toolchain, isolation=done.isolation), is_deterministic
 
@@ -155,19 +156,19 @@ def _compiled(
         return answers.collect(child, folder, deadline)
 
 
-def _works(arch: str, context: BuildContext) -> bool:
+def works_here(arch: str, context: BuildContext) -> bool:
     """Whether NVRTC compiles a source of ours: what a child says of its host, it may say because of its source."""
     done = _compiled(_OURS, ["ours"], arch, (), context)
     return answers.read(done.data, Built) == Built() and bool(done.files)
 
 
-def _report(done: answers.Collected, key: str, context: BuildContext, arch: str) -> BuildReport:
+def report_of(done: answers.Collected, key: str, context: BuildContext, arch: str) -> BuildReport:
     if done.is_late:
         text = f"compiling took longer than {context.farm.deadline_s:g} s"
         return BuildReport(Fault.COMPILE_ERROR, message=text, hint="Simplify the kernel; avoid huge unrolled code.")
     built = answers.read(done.data, Built)
     is_empty = built is not None and not built.error and not done.files
-    if built is None or ((built.unusable or is_empty) and _works(arch, context)):
+    if built is None or ((built.unusable or is_empty) and works_here(arch, context)):
         hint = "Simplify the kernel; huge templates and constant tables do this."
         return BuildReport(Fault.COMPILE_ERROR, message="the compiler crashed or ran out of memory", hint=hint)
     if built.unusable:

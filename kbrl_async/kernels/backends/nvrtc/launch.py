@@ -134,7 +134,7 @@ class CudaKernel:
         self._source, self._options = source, options
         parsed = [_parameter(text, name, place) for place, text in enumerate(declared)]
         self._converters = [convert for convert, _ in parsed]
-        self._arguments = cuda_driver.Arguments([kind() for _, kind in parsed])
+        self.arguments = cuda_driver.Arguments([kind() for _, kind in parsed])
         self._bound: dict[tuple[Any, ...], _Bound] = {}
         self._function = 0
         self._shared = cuda_driver.DEFAULT_SHARED
@@ -163,11 +163,13 @@ class CudaKernel:
         if len(args) != len(self._converters):
             wanted = f"{self.name} takes {len(self._declared)} arguments ({', '.join(self._declared)})"
             raise TypeError(f"{wanted}, got {len(args)}")
-        for cell, convert, arg in zip(self._arguments.cells, self._converters, args, strict=True):
+        for cell, convert, arg in zip(self.arguments.cells, self._converters, args, strict=True):
             cell.value = convert(arg)
-        RECORDER.call(self.name, self._start, grid, block, shared)
+        if RECORDER.tape is not None:
+            RECORDER.tape(self, args, [])
+        RECORDER.call(self.name, self.start, grid, block, shared)
 
-    def _start(self, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int) -> None:
+    def start(self, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int) -> None:
         from torch._C import _cuda_getCurrentRawStream, _cuda_getDevice
 
         if not self._function:
@@ -175,7 +177,7 @@ class CudaKernel:
         if shared > self._shared:
             self._shared = cuda_driver.driver().allow_shared(self._function)
         stream = _cuda_getCurrentRawStream(_cuda_getDevice())
-        cuda_driver.driver().launch(self._function, grid, block, shared, stream, self._arguments)
+        cuda_driver.driver().launch(self._function, grid, block, shared, stream, self.arguments)
 
     def _load(self) -> None:
         import torch

@@ -19,7 +19,7 @@ import torch.utils.cpp_extension  # 0.15 s that no child has to pay
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.c import launch as c
 from kbrl_async.kernels.backends.inline import launch as inline
-from kbrl_async.kernels.backends.launch.pretend import pretend
+from kbrl_async.kernels.backends.launch.pretend import inputs_of, pretend
 from kbrl_async.kernels.backends.nvrtc import launch as nvrtc
 from kbrl_async.kernels.backends.open.asked import ASKED, CudaSource, RecorderReport, RecordOrder, Requested
 from kbrl_async.kernels.problems import cases
@@ -64,7 +64,7 @@ def _run(order: RecordOrder) -> None:
     def run(problem: types.ModuleType) -> None:
         args, named = contract.arguments(problem.get_init_inputs())
         model = candidate.ModelNew(*args, **named)
-        given = list(problem.get_inputs())
+        given = inputs_of(problem)
         if order.is_on_gpu:
             model = model.to("cuda") if isinstance(model, torch.nn.Module) else model
             given = [item.cuda() if isinstance(item, torch.Tensor) else item for item in given]

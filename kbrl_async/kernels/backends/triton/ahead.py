@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from kbrl_async.kernels.backends.building import answers
-from kbrl_async.kernels.backends.launch.pretend import pretend
+from kbrl_async.kernels.backends.launch.pretend import inputs_of, pretend
 from kbrl_async.kernels.backends.open import asked
 from kbrl_async.kernels.backends.open.recording import asked_by
 from kbrl_async.kernels.backends.triton import cache as triton_cache
@@ -133,7 +133,7 @@ def _run(order: TritonOrder) -> None:
         model = candidate.ModelNew(*args, **named)
         if isinstance(model, torch.nn.Module):
             model = model.to("cuda")
-        inputs = [item.cuda() if isinstance(item, torch.Tensor) else item for item in problem.get_inputs()]
+        inputs = [item.cuda() if isinstance(item, torch.Tensor) else item for item in inputs_of(problem)]
         model(*inputs)
 
     # Sizes that are one, odd or multiples of 16 are kernels of their own.

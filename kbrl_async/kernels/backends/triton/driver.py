@@ -155,6 +155,8 @@ class Launcher:
         _, enter, leave, *values = rest
         if x * y * z <= 0:
             return
+        if RECORDER.tape is not None:
+            RECORDER.tape(self, tuple(values), [])
         self._bound.fill(values)
         self._scratch_cell.value = self._scratch(x * y * z, stream)
         if enter is not None:

@@ -96,10 +96,8 @@ def _beside(path: Path) -> str:
 
     :raises ProblemError: it does not parse, or has a key that is none of ours.
     """
-    is_alone = len(list(path.parent.glob("*.py"))) == 1
-    stems = (path.stem, "problem") if is_alone else (path.stem,)
-    files = [path.with_name(f"{stem}{suffix}") for stem in stems for suffix in (".yaml", ".yml", ".json")]
-    file = next((file for file in files if file.is_file()), None)
+    own, folders = (_first_of(path.parent, stem) for stem in (path.stem, "problem"))
+    file = own or (folders if folders is not None and len(list(path.parent.glob("*.py"))) == 1 else None)
     if file is None:
         return ""
     try:
@@ -113,6 +111,11 @@ def _beside(path: Path) -> str:
     if not isinstance(keys, dict):
         raise ProblemError(f"{file} holds no keys", f"Write {', '.join(k.lower() for k in KEYS[:3])} …, or take it out")
     return rendered(keys, str(file))
+
+
+def _first_of(folder: Path, stem: str) -> Path | None:
+    files = (folder / f"{stem}{suffix}" for suffix in (".yaml", ".yml", ".json"))
+    return next((file for file in files if file.is_file()), None)
 
 
 def _read_index(path: Path) -> dict[str, dict[str, Any]]:

@@ -134,22 +134,22 @@ class CpuReplaySession(Session):
     def attach(self, tree: wire.Tree, tensors: list[torch.Tensor], slots: int, copies: bool = False) -> None:
         super().attach(tree, tensors, slots, copies)
         if self._statics is None:
-            self._statics = self._guarded(lambda: statics.Statics(self.host_pid, self._artifacts))
+            self._statics = self.guarded(lambda: statics.Statics(self.host_pid, self._artifacts))
 
     def call(
         self, op: int, slot: int, deadline_s: float, meter: Callable[[], tuple[int, int]] = no_meter
     ) -> ForwardOutcome:
         if op in _RUNS:
-            self._put_back()
+            self.put_back()
         return super().call(op, slot, deadline_s, meter)
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
         assert self._statics is not None
-        self._guarded(self._statics.restore)
+        self.guarded(self._statics.restore)
         if not torch.equal(self._written, self._work.written):
             self._written.copy_(self._work.written)
 
-    def _guarded(self, look: Callable[[], _Found]) -> _Found:
+    def guarded(self, look: Callable[[], _Found]) -> _Found:
         """What can't be found where it was loaded is the work of what was loaded."""
         try:
             return look()
@@ -218,10 +218,14 @@ class CpuReplays:
         self._own: Work | str = ""
         self._twin: Session | None = None
 
-    def close(self) -> None:
+    def forget_twin(self) -> None:
+        """With new secrets another number of slots may fit into memory, and a twin has answered all input sets."""
         if self._twin is not None:
             self._twin.close()
             self._twin = None
+
+    def close(self) -> None:
+        self.forget_twin()
         if isinstance(self._own, Work):
             self._own.close()
         self._own = ""

@@ -48,7 +48,7 @@ _HELD = 2
 _FLOOR_NS = 200.0
 _LOOKED_AT = 0.25
 """Of the timed calls: whether an output shares memory with an input."""
-_POLLUTED_SHARE = 0.1
+POLLUTED_SHARE = 0.1
 _POLLUTED_NS = 5_000
 
 
@@ -79,7 +79,7 @@ class Stopwatch:
         try:
             self._pair(False)  # both have run once before the empty calls, which answer with the last output
             # One overhead for both, the trusted side's: two would turn into a speedup for short calls.
-            self._empty, self._idle = self._empty_ns(self._reference)
+            self.empty, self.idle = self._empty_ns(self._reference)
             children = (self._reference.host_pid, self._candidate.host_pid)
             self._watch = LoadWatch(
                 functools.partial(_snapshot, self._options.cores, children),
@@ -87,7 +87,7 @@ class Stopwatch:
                 patience_s=self._options.recipe.patience_s,
             )
             measured = measure(self._pair_of_times, self._options.recipe, self._watch.clock)
-            return self._timing(self._held_against_it(measured))
+            return self._timing(self.held_against_it(measured))
         except CandidateFault as fault:
             self._checker.accuse(fault)
             return None
@@ -104,18 +104,14 @@ class Stopwatch:
         self._tick()
         candidate_first = self._rng.random() < 0.5
         rounds = [self._pair(candidate_first), self._pair(not candidate_first)]
-        reference = sum(self._net_ns(both[0]) for both in rounds) / 2
-        candidate = sum(self._net_ns(both[1]) for both in rounds) / 2
+        reference = sum(net_ns(both[0], self.empty, self.idle) for both in rounds) / 2
+        candidate = sum(net_ns(both[1], self.empty, self.idle) for both in rounds) / 2
         samples = [sample for both in rounds for sample in both]
         others = [taken_by_others(s.elapsed_ns, s.waited_ns, s.used_ns) for s in samples]
         share = sum(others) / sum(s.elapsed_ns for s in samples)
-        is_polluted = sum(others) > _POLLUTED_NS and share > _POLLUTED_SHARE
+        is_polluted = sum(others) > _POLLUTED_NS and share > POLLUTED_SHARE
         self._watch.pair(is_polluted)
         return Pair(reference, candidate, share, is_polluted)
-
-    def _net_ns(self, sample: ForwardOutcome) -> float:
-        """What a child works before its order or after its answer counts as time, too."""
-        return max(_FLOOR_NS, sample.elapsed_ns - self._empty, sample.worked_ns - self._idle)
 
     def _pair(self, candidate_first: bool) -> tuple[ForwardOutcome, ForwardOutcome]:
         self._slot = (self._slot + 1) % len(self._candidate.slots)
@@ -129,8 +125,8 @@ class Stopwatch:
         else:
             reference = self._call(self._reference)
             candidate = self._call(self._candidate)
-        self._compare(reference, candidate)
-        self._refuse_in_place(reference, candidate)
+        self.compare_outputs(reference, candidate)
+        self.refuse_in_place(reference, candidate)
         return reference, candidate
 
     def _call(self, session: Session) -> ForwardOutcome:
@@ -138,16 +134,19 @@ class Stopwatch:
         self._evicted = evict(session.slots[self._slot])
         return session.call(wire.OP_RUN, self._slot, self._checker.one_call_s, self._meters[id(session)])
 
-    def _compare(self, reference: ForwardOutcome, candidate: ForwardOutcome) -> None:
+    def compare_outputs(self, reference: ForwardOutcome, candidate: ForwardOutcome) -> None:
         expected = [self._reference.read(meta) for meta in reference.tensors]
         found = self._checker.compare(self._checker.outputs(candidate), expected, self._tolerances)
         if found.wrong:
             text = f"{found.wrong} of {found.total} values of a timed call are wrong; the checked calls were right"
             raise CandidateFault(Fault.CHEATING, text, "wrong_when_timed")
 
-    def _refuse_in_place(self, reference: ForwardOutcome, candidate: ForwardOutcome) -> None:
-        """As in checked calls: inputs stay as they were, and no output lies where one of those before it still is."""
-        if not self._checker.reference.sets[0].mutated:
+    def refuse_in_place(self, reference: ForwardOutcome, candidate: ForwardOutcome) -> None:
+        """As in checked calls: inputs stay as they were, and no output lies where one of those before it still is; but
+        for who may work in place, and has one place for inputs.
+        """
+        is_mutated = self._checker.reference.sets[0].mutated
+        if not is_mutated:
             both = zip(self._candidate.slots[self._slot], self._reference.slots[self._slot], strict=True)
             if not all(compare.same_values(*two) for two in both):
                 raise CandidateFault(Fault.CHEATING, "an input was changed by a timed call", "input_mutation")
@@ -156,32 +155,38 @@ class Stopwatch:
         places = _places(reference), _places(candidate)
         reference_does, does = (any(now & one[side] for one in self._places) for side, now in enumerate(places))
         self._places.append(places)
-        is_wanted = self._options.outputs == "fresh"
+        is_wanted = self._options.outputs == "fresh" and not (is_mutated and len(self._candidate.slots) == 1)
         if is_wanted and does and not reference_does and not self._candidate.copies:
             text = "a timed call wrote its output over one of the two before it: allocate a new output in each call"
             raise CandidateFault(Fault.INCORRECT, text, "output_overwritten")
 
-    def _held_against_it(self, measured: Measured) -> Measured:
+    def held_against_it(self, measured: Measured) -> Measured:
         """A process that runs its candidate's own Python may answer with less to do than an empty call: the lower end
         holds even if it answered in no time at all. That of a replay holds in bursts, too."""
         if not self._checker.is_untrusted:
             return measured
         interval, candidate_ns = measured.interval, measured.candidate_ms * 1e6
         if self._checker.is_replayed:
-            most = bursts.most(self._checker, self._reference, candidate_ns, self._idle, self._rng)
+            most = bursts.most(self._checker, self._reference, candidate_ns, self.idle, self._rng)
             lo = min(interval.lo, most * (1 + measured.share))
         else:
-            lo = interval.lo / (1 + self._empty / candidate_ns)
+            lo = interval.lo / (1 + self.empty / candidate_ns)
         return msgspec.structs.replace(measured, interval=Interval(interval.median, lo, interval.hi))
 
     def _timing(self, measured: Measured) -> Timing:
-        cores, overhead = self._options.cores, self._empty / 1000
+        cores, overhead = self._options.cores, self.empty / 1000
         way = "copied outputs" if self._candidate.copies else "frozen child"
         way = "replayed" if self._checker.is_replayed else way
         cold = "cold caches" if self._evicted else "cold L2"
         method = f"paired, {cold}, {way}, {overhead:.0f} µs call overhead subtracted, {measured.rejected} rejected"
         timing = timing_of(measured, self._options.recipe, method, hardware(), clock_mhz(cores[0] if cores else 0))
         return msgspec.structs.replace(timing, load=max(measured.load, self._watch.load().share or 0.0))
+
+
+def net_ns(sample: ForwardOutcome, empty: float, idle: float) -> float:
+    """Of a call, without the wall time and the CPU time of an empty one. What a child works before its order or after
+    its answer counts as time, too."""
+    return max(_FLOOR_NS, sample.elapsed_ns - empty, sample.worked_ns - idle)
 
 
 def _places(outcome: ForwardOutcome) -> set[int]:

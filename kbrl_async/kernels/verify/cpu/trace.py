@@ -30,7 +30,7 @@ from kbrl_async.kernels.verify.wire import Trace
 _now = time.thread_time_ns
 _is_tensor = torch.is_tensor
 _KEPT = 8
-_BEFORE = "what was there before an own kernel ran"
+BEFORE = "what was there before an own kernel ran"
 _LIBRARY = ("aten::", "prim::", "prims::")
 """Namespaces of the library's operators; any other was registered by the candidate's extension."""
 _GUARDED: list[tuple[object, str]] = [
@@ -92,7 +92,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
         """What an own kernel is called with while it is off: whoever made it, numpy or a foreign library, no operator
         was seen.
         """
-        self._keep(_BEFORE, [item for item in args if _is_tensor(item) and item.data_ptr() not in self._places])
+        self._keep(BEFORE, [item for item in args if _is_tensor(item) and item.data_ptr() not in self._places])
 
     def is_input(self, item: torch.Tensor) -> bool:
         """Whether it is one of the inputs, or a copy of one."""
@@ -112,6 +112,7 @@ def recorded(run: Callable[[], Any], watch: OperatorWatch | None = None, muted: 
     launches: dict[str, tuple[int, int]] = {}
     watch = watch or OperatorWatch(set())
     RECORDER.launches, RECORDER.is_on, RECORDER.is_muted, RECORDER.depth = launches, True, muted, 0
+    RECORDER.ops = watch.ops
     RECORDER.tape = watch.given if muted else None
     try:
         with watch:
@@ -124,7 +125,7 @@ def recorded(run: Callable[[], Any], watch: OperatorWatch | None = None, muted: 
 
 def answered(trace: Trace, watch: OperatorWatch, answer: list[torch.Tensor]) -> Trace:
     """The trace, with the first operator whose result already was one of the answer's tensors; an input never tells."""
-    kept = [(name, item) for name, item in watch.kept if name != _BEFORE or not watch.is_input(item)]
+    kept = [(name, item) for name, item in watch.kept if name != BEFORE or not watch.is_input(item)]
     name = next((name for name, item in kept for wanted in answer if is_answer(item, wanted)), "")
     return msgspec.structs.replace(trace, answered=name)
 

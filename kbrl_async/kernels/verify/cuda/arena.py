@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kbrl_async.kernels.cuda_driver import driver
+from kbrl_async.kernels.cuda_driver import CudaError, driver
 from kbrl_async.kernels.verify import values, wire
 
 ALIGNMENT = 512
@@ -42,12 +42,17 @@ class DeviceArena:
     """One mapping of one allocation; `raw` are its bytes. `close` may be called again."""
 
     def __init__(self, handle: int, size: int, device: torch.device, at: int = 0, is_reserved: bool = False) -> None:
+        """`handle` is its own from here on, also where there is no memory to map it."""
         self._handle, self.size, self._is_reserved = handle, size, is_reserved
-        if is_reserved:
-            self._address = at
-            driver().fill_in(at, handle, size, device.index or 0)
-        else:
-            self._address = driver().map(handle, size, device.index or 0, at)
+        try:
+            if is_reserved:
+                self._address = at
+                driver().fill_in(at, handle, size, device.index or 0)
+            else:
+                self._address = driver().map(handle, size, device.index or 0, at)
+        except (CudaError, MemoryError):
+            driver().call("cuMemRelease", handle)
+            raise
         self.raw: Any = torch.as_tensor(_Raw(self._address, size), device=device)
 
     @classmethod

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from kbrl_async.kernels.cuda_driver import CHILD, EMPTY, HOST, KERNEL, MEMCPY, MEMSET, Driver
+from kbrl_async.kernels.verify.cuda.own_graphs import PLAIN
 
 _NAMES = {HOST: "a call of the host", 6: "a wait for an event", 7: "a record of an event", 10: "an allocation"}
 _PER_THREAD = 2  # CU_STREAM_PER_THREAD
@@ -33,6 +34,16 @@ def thread_stream() -> Any:
     stream. It can be captured, unlike the default stream that all threads share; each of the two waits for the other.
     """
     return torch.cuda.ExternalStream(_PER_THREAD)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def leave_capture() -> None:
+    """A capture that breaks leaves torch's random generator as if it went on, for whatever draws or replays a graph of
+    its own later; one that ends does not.
+    """
+    empty = PLAIN()
+    with contextlib.suppress(RuntimeError):
+        empty.capture_begin(capture_error_mode="thread_local")
+        empty.capture_end()
 
 
 class Flush:
@@ -74,15 +85,16 @@ class CapturedForwards:
             self._driver.call("cuCtxSynchronize")
             pool = torch.cuda.graph_pool_handle()
             for slot in range(count):
-                graph = torch.cuda.CUDAGraph(keep_graph=True)
+                graph = PLAIN(keep_graph=True)
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     outputs = forward(slot)
+                    graph.capture_end()
                 except BaseException:
                     with contextlib.suppress(RuntimeError):
                         graph.capture_end()
+                    leave_capture()
                     raise
-                graph.capture_end()
                 self.outputs.append(outputs)
                 self._captured.append(graph)
 
@@ -126,13 +138,13 @@ class CapturedForwards:
         driver.call("cuCtxSynchronize")
         return driver.elapsed_ns(*self._events)
 
-    def without(self, names: list[str]) -> tuple[float, float]:
+    def without(self, names: list[str], keep: Callable[[list[torch.Tensor]], None]) -> tuple[float, float]:
         """Nanoseconds of one forward over slot 0 as it is, and with these kernels left out, beyond those of launching;
-        the outputs are the latter's.
+        the outputs are the latter's, copied by `keep`. The whole forward comes last: before it, what own kernels write
+        in between is of other inputs than those that lie in the slot.
         """
         driver = self._driver
         graph = driver.instantiate(self._captured[0].raw_cuda_graph())
-        whole = self._alone(graph)
         self._enable(graph, list(self.kernels), False)
         nothing = self._alone(graph)
         self._enable(graph, [name for name in self.kernels if name not in names], True)
@@ -140,6 +152,9 @@ class CapturedForwards:
             if tensor.is_contiguous() and tensor.dim():
                 tensor.view(torch.uint8).fill_(0x7F)
         left = self._alone(graph)
+        keep(self.outputs[0])
+        self._enable(graph, names, True)
+        whole = self._alone(graph)
         driver.call("cuGraphExecDestroy", graph)
         return max(0.0, whole - nothing), max(0.0, left - nothing)
 

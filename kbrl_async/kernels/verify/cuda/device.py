@@ -26,10 +26,10 @@ from kbrl_async.kernels.verify.cuda.reference import CudaReference, DoesNotFit, 
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
 from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory, Unreplayable
 from kbrl_async.kernels.verify.device import Device
-from kbrl_async.kernels.verify.hoarding import NoMemory
+from kbrl_async.kernels.verify.hoarding import Crowded, NoMemory
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.reservations import Reservations
+from kbrl_async.kernels.verify.reservations import Other, Reservations
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
 from protocols.records import Candidate, Problem
 
@@ -52,16 +52,11 @@ _KEPT_BESIDE_OTHERS = 1 / 16
 _DIVIDED = 0.5
 """A bench that may plan with no more than this is one of several, whose shares come to no more than all: what it keeps
 within its own is in nobody's way."""
+_EMPTY = 3 / 4
+"""Of what a bench may plan with: where less is free, beside all that was given back, others hold enough to be in the
+way."""
 _UNPLANNED_S = 10.0
 """To wait for others where nobody knows how much is missing."""
-
-
-class Crowded(Exception):  # noqa: N818 - an answer as long as it can be waited for
-    """Other verifiers plan with the memory now."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.size = size
 
 
 def reservations_on(device: torch.device) -> Reservations:
@@ -77,13 +72,14 @@ class CudaDevice(Device):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._health: GpuHealth | None = None
-        self._spares: PrewarmedChildren | None = None
-        self._homes: PrewarmedChildren | None = None
+        self.spares: PrewarmedChildren | None = None
+        self.homes: PrewarmedChildren | None = None
         """Of references."""
-        self._replays: Replays | None = None
-        self._reservations: Reservations | None = None
+        self.replays: Replays | None = None
+        self.reservations: Reservations | None = None
         """None where the system's temporary folder can't tell of other verifiers."""
-        self._kept_share = _KEPT_BESIDE_OTHERS
+        self.kept_share = _KEPT_BESIDE_OTHERS
+        self._memory_share = 1.0
         self._has_given_way = False
         """For the candidate that is being judged."""
 
@@ -113,11 +109,11 @@ class CudaDevice(Device):
             raise MissingTool(f"there is no GPU {self.name} on this host", "Choose `device=cpu`, or see `nvidia-smi`")
         where = torch.device("cuda", where.index or 0)
         torch.cuda.set_per_process_memory_fraction(memory_share, where)  # a plan that fails is ours, not a neighbour's
-        self._health = GpuHealth(where)
+        self._health, self._memory_share = GpuHealth(where), memory_share
         if memory_share <= _DIVIDED:
-            self._kept_share = memory_share
+            self.kept_share = memory_share
         with contextlib.suppress(OSError):
-            self._reservations = reservations_on(where)
+            self.reservations = reservations_on(where)
         with contextlib.suppress(MissingTool):
             fused.use(where, Passes(where))
 
@@ -133,67 +129,102 @@ class CudaDevice(Device):
         kept: OrderedDict[str, Family],
         tick: Tick,
     ) -> Reference:
-        if self._spares is None or self._homes is None:
-            self._spares = PrewarmedChildren(zygote, options.limits, options.device)
+        if self.spares is None or self.homes is None:
+            self.spares = PrewarmedChildren(zygote, options.limits, options.device)
             lasting = msgspec.structs.replace(options.limits, cpu_s=LIFE_S)
-            self._homes = PrewarmedChildren(zygote, lasting, options.device)
-        self._homes.refill()
+            self.homes = PrewarmedChildren(zygote, lasting, options.device)
+        self.homes.refill()
         self._replays_for(zygote, options).refill()  # they start while the reference is made
-        if not make_room(kept, options, self._homes):
-            self._give_back()
-        claim = self._claim_beside(sum(family.device_bytes for family in kept.values()))
-        made, wanted = None, 0
-        try:
-            made = CudaReference(zygote, problem, options, rng, self._homes, self._spares, tick, claim)
-        except DoesNotFit:
-            pass  # the error's frames hold what there is of it
-        except Crowded as crowded:
-            wanted = crowded.size
-        if made is None:
-            while kept:
-                kept.popitem(last=False)[1].close()
-            self._give_back()
-            self._wait_for(wanted, tick)
-            claim = self._claim_beside(0)
-            try:
-                made = CudaReference(zygote, problem, options, rng, self._homes, self._spares, tick, claim)
-            except DoesNotFit as error:
-                if self._has_given_way or self._reservations is None or not self._reservations.others:
-                    raise
-                raise NoMemory(error.cause, error.cure) from error
+        if not make_room(kept, options, self.homes):
+            self.give_back()
+        made = self._made(zygote, problem, options, rng, kept, tick)
         if len(kept) < options.references:  # else the one that makes room for this one leaves its process to the next
-            self._homes.refill()
+            self.homes.refill()
         return made
 
-    def _claim_beside(self, kept: int) -> Callable[[int], None]:
+    def _made(
+        self,
+        zygote: Zygote,
+        problem: Problem,
+        options: BenchOptions,
+        rng: random.Random,
+        kept: OrderedDict[str, Family],
+        tick: Tick,
+    ) -> CudaReference:
+        """As often as more memory is asked for than others leave; where it ran out, once more.
+
+        :raises DoesNotFit: nobody else has any, even once this verifier has given way.
+        :raises NoMemory: others have it.
+        """
+        assert self.spares is not None
+        assert self.homes is not None
+        has_run_out = False
+        while True:
+            failed: tuple[str, str] | None = None
+            claim = self.claim_beside(sum(family.device_bytes for family in kept.values()))
+            wanted = 0
+            try:
+                return CudaReference(zygote, problem, options, rng, self.homes, self.spares, tick, claim)
+            except DoesNotFit as error:
+                failed = error.cause, error.cure
+            except Crowded as crowded:
+                wanted = crowded.size
+            while kept:  # by now the error's frames, which hold what there was of it, are gone
+                kept.popitem(last=False)[1].close()
+            self.give_back()
+            if failed and has_run_out:
+                raise self._for_want_of_memory(*failed)
+            has_run_out = has_run_out or failed is not None
+            self.wait_for(wanted, tick)
+
+    def _for_want_of_memory(self, cause: str, cure: str) -> DoesNotFit | NoMemory:
+        """Whose it is, once all that was ours is given back."""
+        if not self._others or (self._has_given_way and not self._is_held_by_others):
+            return DoesNotFit(cause, cure)
+        return NoMemory(f"{cause}, much of which others hold", "End them, or give each a timing_bench.memory_share")
+
+    @property
+    def _is_held_by_others(self) -> bool:
+        free, reservations = self.free(), self.reservations
+        return free is not None and reservations is not None and free < _EMPTY * self._memory_share * reservations.total
+
+    @property
+    def has_neighbours(self) -> bool:
+        return bool(self._others)
+
+    @property
+    def _others(self) -> list[Other]:
+        return [] if self.reservations is None else self.reservations.others
+
+    def claim_beside(self, kept: int) -> Callable[[int], None]:
         def claim(size: int) -> None:
             if not self.may_use(size + kept):
-                raise Crowded(size)
+                raise Crowded(size + self._arenas)
 
         return claim
 
     def may_use(self, size: int) -> bool:
-        return self._reservations is None or self._reservations.take(size + self._arenas)
+        return self.reservations is None or self.reservations.take(size + self._arenas)
 
-    def _may_grow(self, size: int) -> bool:
-        return self._reservations is None or self._reservations.take(self._reservations.held + size)
+    def may_grow(self, size: int) -> bool:
+        return self.reservations is None or self.reservations.take(self.reservations.held + size)
 
     @property
     def _arenas(self) -> int:
         """Bytes in which candidates are recorded and replayed."""
-        return 0 if self._replays is None else self._replays.device_bytes
+        return 0 if self.replays is None else self.replays.device_bytes
 
     def give_way(self, tick: Tick) -> None:
-        self._give_back()
-        self._wait_for(0, tick)
+        self.give_back()
+        self.wait_for(0, tick)
         self._has_given_way = True
 
-    def _wait_for(self, size: int, tick: Tick) -> None:
+    def wait_for(self, size: int, tick: Tick) -> None:
         """Until other verifiers leave so much of the GPU. 0: memory ran out before anything was planned; then until
         they do with what they keep between candidates, for a while.
         """
-        reservations = self._reservations
-        if reservations is None or not (others := reservations.others):
+        reservations = self.reservations
+        if reservations is None or not (others := self._others):
             return
         reservations.hold(0)
         if size:
@@ -204,25 +235,25 @@ class CudaDevice(Device):
             reservations.wait_for(int(share * reservations.total), tick, _UNPLANNED_S)
 
     def rest(self, kept: int) -> bool:
-        reservations, self._has_given_way = self._reservations, False
+        reservations, self._has_given_way = self.reservations, False
         if reservations is None:
             return True
         held = max(kept, reservations.held - self._arenas)
         if reservations.is_concern(held + self._arenas) and (others := reservations.others):
-            is_asked = held > self._kept_share * reservations.total or any(other.wanted for other in others)
+            is_asked = held > self.kept_share * reservations.total or any(other.wanted for other in others)
             if kept and is_asked:
                 return False
             if is_asked:
-                self._give_back()
+                self.give_back()
         reservations.hold(kept + self._arenas)
         return True
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
         """All memory that can be had again."""
-        if self._replays is not None:
-            self._replays.give_back()
-            self._replays.give_back_players()
-        for spares in (self._homes, self._spares):
+        if self.replays is not None:
+            self.replays.give_back()
+            self.replays.give_back_players()
+        for spares in (self.homes, self.spares):
             if spares is not None:
                 spares.settle()
                 spares.dying.close()
@@ -242,7 +273,8 @@ class CudaDevice(Device):
         assert isinstance(reference, CudaReference)
         replays = self._replays_for(zygote, options)
         try:
-            return replays.open(reference, code, options.deadline_s, rng, is_alone, options.outputs == "kept")
+            wanted = options.outputs == "kept", options.check_s > 0
+            return replays.open(reference, code, options.deadline_s, rng, is_alone, *wanted)
         except Unreplayable as refusal:
             if isinstance(refusal, ShortOfMemory) and not self._has_given_way:
                 raise NoMemory(str(refusal)) from refusal
@@ -254,20 +286,20 @@ class CudaDevice(Device):
         self, reference: Reference, code: Submission, options: BenchOptions, is_right: bool, is_alone: bool
     ) -> bool:
         assert isinstance(reference, CudaReference)
-        found = self._replays
+        found = self.replays
         return found is not None and found.is_repeated(reference, code, options.deadline_s, is_right, is_alone)
 
     def elsewhere(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._replays is None else self._replays.by_the_second()
+        return contextlib.nullcontext() if self.replays is None else self.replays.by_the_second()
 
     def contradict(self, is_right: bool) -> None:
-        if self._replays is not None:
-            self._replays.contradict(is_right)
+        if self.replays is not None:
+            self.replays.contradict(is_right)
 
     def _replays_for(self, zygote: Zygote, options: BenchOptions) -> Replays:
-        if self._replays is None:
-            self._replays = Replays(zygote, options.limits, options.device, options.memory_share, self._may_grow)
-        return self._replays
+        if self.replays is None:
+            self.replays = Replays(zygote, options.limits, options.device, options.memory_share, self.may_grow)
+        return self.replays
 
     def room(self, options: BenchOptions) -> float:
         return room_kept(options)
@@ -291,12 +323,12 @@ class CudaDevice(Device):
         self.health.check(pid)
 
     def settle(self) -> None:
-        for started in (self._spares, self._homes, self._replays):
+        for started in (self.spares, self.homes, self.replays):
             if started is not None:
                 started.settle()
 
     def close(self) -> None:
-        for started in (self._spares, self._homes, self._replays, self._reservations):
+        for started in (self.spares, self.homes, self.replays, self.reservations):
             if started is not None:
                 started.close()
-        self._reservations = None
+        self.reservations = None

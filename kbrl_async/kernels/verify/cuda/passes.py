@@ -146,7 +146,7 @@ class Passes:
         figures = (ctypes.c_float(one) for one in (allowed.relative, allowed.absolute, allowed.honest))
         given = (got, expected, ctypes.c_uint64(count), *figures)
         wrong, nans, worst, worst_wrong = self._run(f"compare_{known[0]}", *given)
-        return Counted(wrong, nans, _unpacked(worst), _unpacked(worst_wrong) if wrong else None)
+        return Counted(wrong, nans, unpacked(worst), unpacked(worst_wrong) if wrong else None)
 
     def furthest(self, a: torch.Tensor, b: torch.Tensor) -> float | None:
         kind, count = _FURTHEST.get((a.dtype, b.dtype)), a.numel()
@@ -186,10 +186,10 @@ def _words(tensor: torch.Tensor) -> int:
     return 0 if size % 8 or tensor.data_ptr() % 8 else size // 8
 
 
-def _unpacked(packed: int) -> tuple[float, int]:
+def unpacked(packed: int) -> tuple[float, int]:
     """An error, and the number of its element: the first one of those that have it; the first element where none has.
 
-    >>> _unpacked(0x3F800000_FFFFFFFE), _unpacked(0)
+    >>> unpacked(0x3F800000_FFFFFFFE), unpacked(0)
     ((1.0, 1), (0.0, 0))
     """
     if not packed:  # NaN at one place, infinities of one sign: nothing has a distance

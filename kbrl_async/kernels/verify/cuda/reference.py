@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from kbrl_async.errors import ProblemError
+from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.stages import span
@@ -33,8 +34,8 @@ from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedSide
 from kbrl_async.kernels.verify.known import Draws, outlines
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
-from kbrl_async.kernels.verify.session import Judged, Session, Submission
-from protocols.records import Problem
+from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
+from protocols.records import Fault, Problem
 
 if TYPE_CHECKING:
     from kbrl_async.kernels.verify.family import Family
@@ -154,9 +155,11 @@ class CudaReference(Reference):
         slots: list[list[wire.TensorMeta]],
         start: int,
         deadline_s: float,
+        is_brief: bool = False,
     ) -> bytes:
         """What a candidate's forward does over inputs at these places of the recorders' arena, as an encoded
-        `Recording`; its own memory begins at `start`. What lies at those places are examples, no secrets.
+        `Recording`; its own memory begins at `start`. What lies at those places are examples, no secrets. `is_brief`:
+        as in `wire.RecordForward`, for languages whose kernels are not tuned at their first call.
         """
 
         place = (recorders.arena.size - self.inside_bytes) // _PAGE * _PAGE if self.inside_bytes else 0
@@ -168,7 +171,8 @@ class CudaReference(Reference):
                 for meta, example in zip(places, self.examples, strict=True):
                     arena.view(meta).zero_() if example.is_meta else arena.view(meta).copy_(example)
 
-        order = wire.RecordForward(self.setup(code), self.tree, slots, start, place)
+        is_brief = is_brief and not backend(code.backend).may_tune
+        order = wire.RecordForward(self.setup(code), self.tree, slots, start, place, is_brief)
         with contextlib.nullcontext(()) if place else self._copied_weights() as fds:
             return recorders.record(order, fds, deadline_s, fill)
 
@@ -214,6 +218,12 @@ class CudaReference(Reference):
         self.session.call(wire.OP_FREE, 0, self._options.reference_deadline_s)
         torch.cuda.empty_cache()
 
+    def _failed(self, fault: CandidateFault) -> ProblemError:
+        """Memory that its process does not find may be others'."""
+        if fault.kind is Fault.OUT_OF_MEMORY:
+            return DoesNotFit(f"{self.problem.problem_id} does not fit on this GPU ({fault.text})"[:300])
+        return super()._failed(fault)
+
     def _prepare(self) -> None:
         self._close_drawn()
         super()._prepare()
@@ -247,7 +257,7 @@ class CudaReference(Reference):
         flat, count = [values.flat(tensor) for tensor in tensors], len(self.examples)
         return [flat[begin : begin + count] for begin in range(0, len(seeds) * count, count)]
 
-    def _memory(self) -> int:
+    def plannable_bytes(self) -> int:
         return memory_of(self._options)
 
     def _planned(self, outputs: list[torch.Tensor]) -> tuple[bool, bool]:
@@ -255,7 +265,7 @@ class CudaReference(Reference):
         self._claim(self.needed)
         return planned
 
-    def _forget_outputs(self) -> None:
+    def forget_outputs(self) -> None:
         self.session.call(wire.OP_FREE, 0, self._options.reference_deadline_s)
         torch.cuda.empty_cache()
 

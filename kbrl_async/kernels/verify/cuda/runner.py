@@ -12,11 +12,13 @@ places inside that arena, and times that the trusted side's own clock bears out.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -27,6 +29,7 @@ from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation, gpu
 from kbrl_async.kernels.verify import configs, replies, values, wire
 from kbrl_async.kernels.verify.cpu import runner
+from kbrl_async.kernels.verify.cuda import own_graphs
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.capture import CapturedForwards, Flush
 from kbrl_async.kernels.verify.memory import whole
@@ -73,16 +76,19 @@ def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isol
     runner.mute()
     setup = None if payload.startswith(b"cuda") else wire.decode_setup(payload)
     device = torch.device(payload.decode() if setup is None else setup.device)
-    torch.cuda.set_device(device)
-    torch.zeros(1, device=device)
-    torch.cuda.synchronize()
-    if setup is None:
-        _warm_up(device)
-    isolation = gpu.finish(isolation)
+    with telling(channel):
+        own_graphs.install(own_graphs.CountedGraphs())
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+        begin_gradients()
+        torch.cuda.synchronize()
+        if setup is None:
+            _warm_up(device)
+        isolation = gpu.finish(isolation)
     while True:
         channel.send(wire.encode(wire.Confined(isolation.level, isolation.missing)))
         if setup is None:
-            setup, fds = _await_orders(channel)
+            setup, fds = await_orders(channel)
         try:
             made = CudaRunner(channel, setup, fds, device)
         except BaseException as error:
@@ -95,6 +101,24 @@ def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isol
         setup = None
         del made
         _forget()
+
+
+@contextlib.contextmanager
+def telling(channel: socket.socket) -> Iterator[None]:
+    """Around the start of a child of ours: nobody sees its traceback, and nothing that it was asked to run has run."""
+    try:
+        yield
+    except BaseException as error:
+        channel.send(wire.encode(device_failure(error)))
+        raise
+
+
+def begin_gradients() -> None:
+    """The first backward of a process makes torch's threads for the GPUs, and later none can be made. Where that fails,
+    only problems that ask for gradients do.
+    """
+    with contextlib.suppress(RuntimeError), torch.enable_grad():
+        torch.ones(1, requires_grad=True).exp().backward()  # type: ignore[no-untyped-call]
 
 
 def _warm_up(device: torch.device) -> None:
@@ -114,7 +138,7 @@ def _forget() -> None:
     torch.cuda.empty_cache()
 
 
-def _await_orders(channel: socket.socket) -> tuple[wire.Setup, list[int]]:
+def await_orders(channel: socket.socket) -> tuple[wire.Setup, list[int]]:
     """Setup, and the descriptor of the weights; artifacts become paths of files in memory."""
     data, fds, _, _ = socket.recv_fds(channel, wire.MAX_REPLY, _MAX_FDS)
     if not data:
@@ -363,8 +387,7 @@ class CudaRunner(runner.Runner):
 
     def _mute(self, order: wire.Mute) -> None:
         assert self._batch is not None
-        whole, left = self._batch.without(order.kernels)
-        self._copy(self._batch.outputs[0], self._outs[0])
+        whole, left = self._batch.without(order.kernels, lambda outputs: self._copy(outputs, self._outs[0]))
         self.channel.send(wire.encode(wire.Timed(order.nonce, whole, left)))
 
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import secrets
@@ -25,6 +26,7 @@ from kbrl_async.kernels.sandbox import Child, Limits, Zygote
 from kbrl_async.kernels.timing.turns import DeviceTurns
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
+from kbrl_async.kernels.verify.cuda import starting
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import ENTRY, PrewarmedChildren, as_files
 from kbrl_async.kernels.verify.memory import as_message
@@ -34,7 +36,6 @@ _POISON = 0x7F
 _CLAIM_SHARE, _CLAIM_NS = 1.1, 1_000_000
 """Two clocks may differ by so much."""
 _BLOCKED_S, _DRIVER_S = 0.1, 4.0
-_CURE = "Run `nvidia-smi`, and `kbrl verify` with one problem, to see whether this host's GPU works in a sandbox"
 _Answer = TypeVar("_Answer", wire.Captured, wire.Timed)
 _KEEPS_OUTPUTS = (wire.OP_POISON_ON, wire.OP_POISON_OFF, wire.OP_FREE)
 
@@ -86,15 +87,13 @@ class TimedSide(Judged, Protocol):
         ...
 
     def own_kernels(self, source: str) -> list[str]: ...
-    def muted(self, kernels: list[str], deadline_s: float) -> tuple[float, float]: ...
+    def muted(self, kernels: list[str], deadline_s: float, renew: Callable[[], None]) -> tuple[float, float]: ...
     def answered(self, is_answer: Callable[[torch.Tensor], bool]) -> str: ...
 
 
 class CudaSession(Session):
     entry = ENTRY
-    confined_within_s = 30.0
     ends_within_s = 10.0  # its context is taken down after its socket
-    cure = _CURE
     is_trusted = is_kept = False
     is_widened = False
     """Whether its arena has room for outputs in fp64: a reference's."""
@@ -115,25 +114,37 @@ class CudaSession(Session):
         self.captured: wire.Captured | None = None
         self._captured_slots = 0
         self.is_proven = False
-        self._is_confined = self._is_given = False
+        self._is_confined = self._is_given = self._is_lost = False
         self._outputs_at = 0
         self._outs: list[tuple[wire.TensorMeta, int]] = []
         super().__init__(zygote, setup, fds, limits, deadline_s)
         self.copies = True
 
     def _spawn(self, zygote: Zygote, setup: wire.Setup, fds: tuple[int, ...], limits: Limits) -> Child:
-        self._orders: tuple[wire.Setup, tuple[int, ...]] | None = (setup, fds)
+        self._orders: tuple[wire.Setup, tuple[int, ...]] | None = None
         if not setup.artifacts or backend(setup.backend).reads_bytes:
-            return self._spares.take()
-        self._orders = None
-        return super()._spawn(zygote, setup, fds, limits)
+            self._orders = setup, fds
+            self._another = self._spares.take
+        else:
+            self._another = functools.partial(super()._spawn, zygote, setup, fds, limits)
+        return self._another()
 
     def _confined(self) -> wire.Confined:
-        confined = super()._confined()
+        confined = starting.first_that_starts(self._first_word)
         self._is_confined = True
         if self._orders is not None:
             self._send_orders(*self._orders)
         return confined
+
+    def _first_word(self) -> wire.Confined:
+        if self._is_lost:
+            self._child, self._is_lost = self._another(), False
+        try:
+            return starting.confined(self._child, "a process for a reference or a candidate")
+        except starting.NotStarted:
+            self._is_lost = True
+            self._spares.dying.add(self._child)
+            raise
 
     def _send_orders(self, setup: wire.Setup, fds: tuple[int, ...]) -> None:
         message, more = as_message(wire.encode(setup))
@@ -197,7 +208,7 @@ class CudaSession(Session):
             placed, end = values.layout(tensors, end, ALIGNMENT)
             metas.append(placed)
         self._outputs_at = end
-        self._outs, end = _place_outputs(outs or [], slots, end, self.is_widened)
+        self._outs, end = place_outputs(outs or [], slots, end, self.is_widened)
         fds: tuple[int, ...] = ()
         if self.shared is None or not least_bytes or max(end, least_bytes) > self.shared.size:
             if self.shared is not None:
@@ -305,8 +316,10 @@ class CudaSession(Session):
         """Nobody sees the results of its operators."""
         return ""
 
-    def muted(self, kernels: list[str], deadline_s: float) -> tuple[float, float]:
-        """Nanoseconds of a forward over slot 0, and of one without these kernels, whose outputs lie in slot 0."""
+    def muted(self, kernels: list[str], deadline_s: float, renew: Callable[[], None]) -> tuple[float, float]:
+        """Nanoseconds of a forward over slot 0, and of one without these kernels, whose outputs lie in slot 0. All of
+        it is one order to the child, so that nothing is renewed.
+        """
         nonce = secrets.randbits(63)
         told = self._answered(wire.Timed, wire.encode(wire.Mute(nonce, kernels)), nonce, deadline_s)[1]
         return told.elapsed_ns, told.empty_ns
@@ -340,7 +353,7 @@ def _moved(meta: wire.TensorMeta, by: int) -> wire.TensorMeta:
     return msgspec.structs.replace(meta, place=meta.place + by)
 
 
-def _place_outputs(
+def place_outputs(
     outs: list[wire.TensorMeta], slots: int, start: int, is_widened: bool
 ) -> tuple[list[tuple[wire.TensorMeta, int]], int]:
     """For each output: its place in slot 0 and the step to the next slot. `is_widened`: fp64 of slot 0 fits, too."""

@@ -18,26 +18,29 @@ from kbrl_async.lab.small_policy.families.linear import Linear
 from kbrl_async.lab.small_policy.families.source import KernelAnswer, statement
 from kbrl_async.lab.small_policy.ops import c_lines
 
-TILE = 64
-
 
 class Product:
-    """`y = x wᵀ + d` and what follows each element `v` of it, as one kernel."""
+    """`y = x wᵀ + d` and what follows each element `v` of it, as one kernel.
+
+    A block takes a square of 128 × 128 elements, 8 × 8 a thread (fast), or else one of 64 × 64, 4 × 4 a thread; or a
+    thread takes one element (slow).
+    """
 
     def __init__(self, author: Author, bias: bool, epilogue: list[str], extra: str = "") -> None:
         self._author, self._bias, self._epilogue = author, bias, epilogue
         bias_parameter = "const float *d, " if bias else ""
         self.head = f"const float *x, const float *w, {bias_parameter}{extra}float *out, long m, long n, long k"
-        self.is_tiled = author.is_fast()
+        self._side = 8 if author.is_fast() else 4 if author.is_fast() else 1
 
     def kernel(self, name: str) -> list[str]:
-        body = self._tiled() if self.is_tiled else self._plain()
+        body = self._tiled(self._side) if self._side > 1 else self._plain()
         return [f"__global__ void {name}({self.head}) {{", *indent(body, 1), "}"]
 
     def grid(self, rows: str, columns: str) -> str:
-        if self.is_tiled:
-            right = f"(({columns} + 63) // 64, ({rows} + 63) // 64)"
-            return self._author.slip("argument", right, f"({columns} // 64, {rows} // 128)")
+        if self._side > 1:
+            wide = 16 * self._side
+            right = f"(({columns} + {wide - 1}) // {wide}, ({rows} + {wide - 1}) // {wide})"
+            return self._author.slip("argument", right, f"({columns} // {wide}, {rows} // {2 * wide})")
         return items(self._author, f"({rows} * {columns})")
 
     def _finish(self, value: str) -> list[str]:
@@ -57,32 +60,37 @@ class Product:
             *self._finish("s"),
         ]
 
-    def _tiled(self) -> list[str]:
-        author = self._author
-        inner = author.slip("index", "b[q][4 * tx + z]", "b[q][tx + z]")
-        end = author.slip("bound", "p < k", "p < k - 16")
+    def _tiled(self, side: int) -> list[str]:
+        author, wide, deep = self._author, 16 * side, 64 // side
+        # What a thread loads lies in groups of four neighbours, which one instruction reads.
+        place = "4 * ty + u" if side == 4 else "64 * (u / 4) + 4 * ty + u % 4"
+        other = place.replace("ty", "tx").replace("u", "z")
+        inner = author.slip("index", f"b[q][{other}]", "b[q][tx + z]")
+        end = author.slip("bound", "p < k", f"p < k - {deep}")
         return [
-            "__shared__ float a[16][65], b[16][65];",
+            f"__shared__ __align__(16) float a[{deep}][{wide + 4}], b[{deep}][{wide + 4}];",
             "int t = threadIdx.x, tx = t % 16, ty = t / 16;",
-            "long row = blockIdx.y * 64L, col = blockIdx.x * 64L;",
-            "float acc[4][4] = {};",
-            f"for (long p = 0; {end}; p += 16) {{",
+            f"long row = blockIdx.y * {wide}L, col = blockIdx.x * {wide}L;",
+            f"float acc[{side}][{side}] = {{}}, f[{side}], g[{side}];",
+            f"for (long p = 0; {end}; p += {deep}) {{",
             "    for (int e = t; e < 1024; e += 256) {",
-            "        long r = e / 16, c = p + e % 16;",
-            "        a[e % 16][r] = row + r < m && c < k ? x[(row + r) * k + c] : 0.0f;",
-            "        b[e % 16][r] = col + r < n && c < k ? w[(col + r) * k + c] : 0.0f;",
+            f"        long r = e / {deep}, c = p + e % {deep};",
+            f"        a[e % {deep}][r] = row + r < m && c < k ? x[(row + r) * k + c] : 0.0f;",
+            f"        b[e % {deep}][r] = col + r < n && c < k ? w[(col + r) * k + c] : 0.0f;",
             "    }",
             "    __syncthreads();",
-            "    for (int q = 0; q < 16; q++) {",
-            "        for (int u = 0; u < 4; u++) {",
-            f"            for (int z = 0; z < 4; z++) acc[u][z] += a[q][4 * ty + u] * {inner};",
+            f"    for (int q = 0; q < {deep}; q++) {{",
+            f"        for (int u = 0; u < {side}; u++) f[u] = a[q][{place}];",
+            f"        for (int z = 0; z < {side}; z++) g[z] = {inner};",
+            f"        for (int u = 0; u < {side}; u++) {{",
+            f"            for (int z = 0; z < {side}; z++) acc[u][z] += f[u] * g[z];",
             "        }",
             "    }",
             *([author.slip("syntax", "    __syncthreads();", "    __syncthreads()")]),
             "}",
-            "for (int u = 0; u < 4; u++) {",
-            "    for (int z = 0; z < 4; z++) {",
-            "        long i = row + 4 * ty + u, j = col + 4 * tx + z;",
+            f"for (int u = 0; u < {side}; u++) {{",
+            f"    for (int z = 0; z < {side}; z++) {{",
+            f"        long i = row + {place}, j = col + {other};",
             "        if (i >= m || j >= n) continue;",
             *indent(self._finish("acc[u][z]"), 2),
             "    }",

@@ -16,7 +16,7 @@ RUN = 32
 
 
 def elementwise(spec: Elementwise, author: Author) -> KernelAnswer:
-    """A thread takes 32 items in a row (slow), one, or four at once (fast)."""
+    """A thread takes four items at once (fast), or else one, or 32 in a row (slow)."""
     join = author.slip("formula", *SECOND[spec.second]) if spec.second else ""
     call = "f(a[i], b[i])" if spec.second else "f(a[i])"
     read = author.slip("index", call, call.replace("a[i]", "a[0]"), call.replace("a[i]", "a[n - 1 - i]"))
@@ -25,13 +25,13 @@ def elementwise(spec: Elementwise, author: Author) -> KernelAnswer:
     parameters = (
         "const float *a, const float *b, float *out, long n" if spec.second else "const float *a, float *out, long n"
     )
-    if not author.is_fast():
+    if author.is_fast():
+        body, each = _by_four(spec, author, bound, put), 1024
+    elif author.is_fast():
+        body, each = [ITEM, f"if ({bound}) {put}"], 256
+    else:
         body = [ITEM.replace("i =", "t =", 1), f"for (long i = {RUN} * t; {bound} && i < {RUN} * t + {RUN}; i++) {put}"]
         each = RUN * 256
-    elif author.is_fast():
-        body, each = _by_four(spec, author, bound, put), 1024
-    else:
-        body, each = [ITEM, f"if ({bound}) {put}"], 256
     source = (*chain_function(spec.steps, author, join), f"__global__ void run({parameters}) {{", *indent(body, 1), "}")
     tensors = ("x", "y", "out") if spec.second else ("x", "out")
     size = author.slip("argument", "x.numel()", "x.shape[0]")

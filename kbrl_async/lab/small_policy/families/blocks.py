@@ -6,6 +6,7 @@ import msgspec
 
 from kbrl_async.kernels.problems.writing import Module, NamedSize, indent
 from kbrl_async.lab.small_policy.author import Author
+from kbrl_async.lab.small_policy.families.linear import product
 from kbrl_async.lab.small_policy.families.rows import LOOP, Alone
 from kbrl_async.lab.small_policy.families.source import KernelAnswer, statement
 from kbrl_async.lab.small_policy.ops import Chains, ChainStep, torch_lines
@@ -13,20 +14,10 @@ from kbrl_async.lab.small_policy.ops import Chains, ChainStep, torch_lines
 
 def dense(author: Author, restrict: str) -> list[str]:
     """A C function `dense` that computes `y = x wᵀ + d`."""
-    weight = author.slip("index", "w[j * k + p]", "w[p * n + j]")
-    bound = author.slip("bound", "p < k", "p < k - 1")
     return [
         f"static void dense(const float *{restrict}x, const float *{restrict}w, const float *{restrict}d, "
         f"float *{restrict}y, long m, long n, long k) {{",
-        *author.style(
-            "    for (long i = 0; i < m; i++) {\n        for (long j = 0; j < n; j++) {",
-            "    for (long j = 0; j < n; j++) {\n        for (long i = 0; i < m; i++) {",
-        ).split("\n"),
-        f"            float v = {author.slip('start', 'd[j]', '0.0f')};",
-        f"            for (long p = 0; {bound}; p++) v += x[i * k + p] * {weight};",
-        "            " + statement(author, "y[i * n + j] = v;", ("y", "o")),
-        "        }",
-        "    }",
+        *indent(product(author, True, [statement(author, "y[i * n + j] = v;", ("y", "o"))]), 1),
         "}",
     ]
 

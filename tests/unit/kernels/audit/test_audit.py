@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,11 +121,21 @@ def test_a_problem_without_end_costs_its_time() -> None:
     assert "longer than 1 s" in endless.reason
 
 
-def test_a_worker_that_dies_costs_one_problem(auditor: Auditor) -> None:
+def test_a_problem_that_ends_its_process_costs_one_problem(auditor: Auditor) -> None:
+    dead = auditor.audit(problem("__import__('os')._exit(1)"))
+    assert (dead.status, "ended with status 1" in dead.reason) == ("not_audited", True)
     assert auditor.audit(problem("torch.tanh(x)")).status == "clean"
-    assert auditor._worker is not None
-    auditor._worker.kill()
-    auditor._worker.wait()
+
+
+def test_a_worker_that_dies_is_replaced(auditor: Auditor) -> None:
+    assert auditor.audit(problem("torch.tanh(x)")).status == "clean"
+    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = [int(pid) for path in children for pid in path.read_text().split()]
+    workers = [pid for pid in pids if b"kernels.audit.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert workers
     assert auditor.audit(problem("torch.tanh(x)")).status == "clean"
 
 

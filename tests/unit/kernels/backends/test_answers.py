@@ -39,18 +39,18 @@ def test_what_is_no_bundle_in_a_plain_file_is_nothing(tmp_path: Path, kind: str)
     folder = tmp_path / "work"
     folder.mkdir()
     leave(folder, kind)
-    assert answers._files(folder) == {}
+    assert answers.files_of(folder) == {}
 
 
 def test_a_bundle_is_read(tmp_path: Path) -> None:
     (tmp_path / "bundle").write_bytes(bundle.pack({"a": b"1"}))
-    assert answers._files(tmp_path) == {"a": b"1"}
+    assert answers.files_of(tmp_path) == {"a": b"1"}
 
 
 @pytest.mark.parametrize("body", [DEEP, b"\x91\x92\xa2\xff\xfe\xc4\x00", b"\xdd\xff\xff\xff\xff"])
 def test_what_no_bundle_holds_is_nothing(tmp_path: Path, body: bytes) -> None:
     (tmp_path / "bundle").write_bytes(b"KBRLB1\n" + body)
-    assert answers._files(tmp_path) == {}
+    assert answers.files_of(tmp_path) == {}
 
 
 class _Said(msgspec.Struct):

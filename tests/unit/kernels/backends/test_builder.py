@@ -74,7 +74,7 @@ def test_the_compiler_itself_can_not_read_outside(builder: Builder, tmp_path: Pa
     (folder / "kernel.c").write_text(f'#include "{secret}"\nint f(void) {{ return secret; }}')
     workshop = BuildContext(ArtifactStore(tmp_path / "store"), CompileFarm())
     try:
-        run = workshop.run(c_backend._command("kernel.c", "kernel.so"), folder)
+        run = workshop.run(c_backend.command_of("kernel.c", "kernel.so"), folder)
     finally:
         workshop.close()
     assert run.status not in (0, None)
@@ -82,8 +82,8 @@ def test_the_compiler_itself_can_not_read_outside(builder: Builder, tmp_path: Pa
 
 
 def test_a_missing_compiler_names_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, candidate: Make) -> None:
-    c_backend._gcc.cache_clear()
-    c_backend._toolchain.cache_clear()
+    c_backend.find_gcc.cache_clear()
+    c_backend.toolchain_of.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
     with Builder(ArtifactStore(tmp_path / "store")) as builder, pytest.raises(MissingTool, match="apt-get install gcc"):
         builder.build(candidate())

@@ -169,11 +169,11 @@ def test_a_child_that_blames_its_host_is_held_against_a_source_of_ours(
     builder: Builder, monkeypatch: pytest.MonkeyPatch, built: Built
 ) -> None:
     told = answers.Collected("full", msgspec.msgpack.encode(built), False, {})
-    report = build._report(told, "key", builder.context, "sm_90")
+    report = build.report_of(told, "key", builder.context, "sm_90")
     assert report.fault is Fault.COMPILE_ERROR
-    monkeypatch.setattr(build, "_works", lambda arch, context: False)
+    monkeypatch.setattr(build, "works_here", lambda arch, context: False)
     with pytest.raises(InfraError):
-        build._report(told, "key", builder.context, "sm_90")
+        build.report_of(told, "key", builder.context, "sm_90")
 
 
 @needs_nvrtc

@@ -9,7 +9,7 @@ import pytest
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.c import build as c
 from kbrl_async.kernels.funnel import Builder
-from protocols.opinions import _BY_BYTES
+from protocols.opinions import BY_BYTES
 from protocols.records import BuildReport, Candidate, Fault
 from tests.candidates import in_c
 
@@ -36,10 +36,10 @@ def test_farms_of_one_toolchain_build_the_same_bytes(tmp_path: Path) -> None:
     assert (first.cached, second.cached) == (False, False)
     assert first.artifacts == second.artifacts
     assert first.toolchain == second.toolchain
-    assert first.toolchain.startswith(_BY_BYTES)
+    assert first.toolchain.startswith(BY_BYTES)
 
 
 def test_a_host_whose_compiler_makes_other_bytes_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    name, _ = c._toolchain.__wrapped__()
-    monkeypatch.setattr(c, "_probe", lambda _: "what another libc makes of it")
-    assert c._toolchain.__wrapped__()[0] != name
+    name, _ = c.toolchain_of.__wrapped__()
+    monkeypatch.setattr(c, "probe_hash", lambda _: "what another libc makes of it")
+    assert c.toolchain_of.__wrapped__()[0] != name

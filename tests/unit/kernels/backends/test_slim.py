@@ -82,7 +82,7 @@ def test_what_torch_has_loaded_may_be_called_without_a_word(tmp_path: Path, text
         (tmp_path / "lib64" / name).write_text("")
     extension = Extension("e", (Unit(True, text),), with_cuda=True)
     tools = inline_toolchain.Toolchain(tmp_path, "2", "g++", "12", nvcc="nvcc", cuda=tmp_path)
-    libraries = Build(extension, chosen(extension, "sm_90"), tools, cast(BuildContext, None))._libraries()
+    libraries = Build(extension, chosen(extension, "sm_90"), tools, cast(BuildContext, None)).libraries()
     assert [f"-l:{name}" for name in linked] == [
         word for word in libraries if "blas" in word and word.startswith("-l:")
     ]

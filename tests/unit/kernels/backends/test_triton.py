@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import msgspec
 import pytest
+import torch
 
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.launch import bundle
+from kbrl_async.kernels.backends.launch.pretend import inputs_of
 from kbrl_async.kernels.backends.triton import cache as triton_cache
 from kbrl_async.kernels.backends.triton import tuning
 from kbrl_async.kernels.backends.triton.arguments import BoundArguments
+from kbrl_async.kernels.backends.triton.driver import Launcher
 from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.settings import CompileFarm
+from kbrl_async.kernels.verify.cpu.trace import OperatorWatch, recorded
 from protocols.records import BuildReport, Candidate, Fault, Problem
 
 pytest.importorskip("triton", reason="triton is not installed here")
@@ -89,6 +96,25 @@ def test_machine_code_is_made_without_a_gpu_or_the_memory_of_the_inputs(builder:
     assert next(files[name] for name in files if name.endswith("cubin")).startswith(b"\x7fELF")
 
 
+def test_inputs_may_depend_on_values_that_were_drawn(builder: Builder) -> None:
+    """They can't be made of shapes alone; without machine code from here a kernel can't be replayed."""
+    looks = "    x = torch.randn(2)\n    assert torch.equal(x, x)\n    return [torch.randn"
+    text = _PROBLEM.format(shape="1024, 64").replace("    return [torch.randn", looks)
+    report = builder.build(make(), Problem("L1/01_looks", 1, "looks", text))
+    assert (report.fault, report.kernels, report.hint) == (Fault.OK, ["scale"], "")
+
+
+def test_inputs_have_memory_only_where_they_are_looked_at() -> None:
+    def looks() -> list[torch.Tensor]:
+        x = torch.ones(2)
+        return [x] if torch.equal(x, x) else []
+
+    with torch.device("meta"):
+        plain = inputs_of(cast(Any, SimpleNamespace(get_inputs=lambda: [torch.ones(2)])))
+        looked_at = inputs_of(cast(Any, SimpleNamespace(get_inputs=looks)))
+    assert [tensor.device.type for tensor in plain + looked_at] == ["meta", "cpu"]
+
+
 def test_what_is_launched_decides_what_is_compiled(builder: Builder) -> None:
     """Another size's divisibility is another specialisation, and so another key."""
     aligned = build(builder, make(), "1024, 64")
@@ -138,6 +164,14 @@ def test_streams_and_events_may_stand_in_annotations(builder: Builder) -> None:
 
 class Tuner:
     def base_fn(self) -> None: ...
+
+
+def test_what_is_launched_in_and_behind_a_graph_of_its_own_is_compiled(builder: Builder) -> None:
+    head = "def captured(*arguments):\n    graph = torch.cuda.CUDAGraph()\n    with torch.cuda.graph(graph):\n"
+    head += "        scale[(1,)](*arguments, BLOCK=64)\n    graph.replay()\n"
+    report = build(builder, make(body="captured(x, y, x.numel(), 2.0)\n" + _LAUNCH, head=head))
+    assert (report.fault, report.hint) == (Fault.OK, "")
+    assert sum(name.endswith(".cubin") for name in files_of(builder, report)) == 2
 
 
 def test_a_budget_is_that_of_all_tuners_and_one_configuration_of_each_is_free() -> None:
@@ -211,6 +245,16 @@ def test_a_compiled_kernel_is_launched_with_its_constants_or_not_at_all() -> Non
     for values in ([4096, 3], [4096, 7, 3, 3]):
         with pytest.raises(TypeError, match=rf"the 3 arguments .* \({len(values)} given\)"):
             bound.fill(values)
+
+
+def test_what_a_launch_is_given_is_heard_where_it_is_left_out() -> None:
+    """Who only copies the library's answer gives it to its kernel."""
+    launcher = cast(Any, Launcher.__new__(Launcher))
+    launcher._bound, launcher._scratch_cell, launcher._scratch = Mock(), Mock(), lambda *given: 0
+    launcher._meta = SimpleNamespace(name="own")
+    answer, watch = torch.ones(3), OperatorWatch({3})
+    recorded(lambda: launcher(1, 1, 1, 0, 0, (), {}, None, None, answer, 3), watch, muted=True)
+    assert [torch.equal(item, answer) for _, item in watch.kept] == [True]
 
 
 def test_an_endless_loop_ends_at_the_deadline(builder: Builder) -> None:

@@ -142,7 +142,7 @@ def test_a_reference_that_fails_is_never_the_candidates_fault(verifier: Verifier
 def test_a_gpu_that_is_not_there_is_the_hosts_fault_and_found_only_after_compiling(
     problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kbrl_async.kernels.funnel.verifier._NVIDIA_DEVICE", Path("/nowhere"))
+    monkeypatch.setattr("kbrl_async.kernels.funnel.verifier.NVIDIA_DEVICE", Path("/nowhere"))
     with Verifier("cuda", QUICK) as verifier:
         assert verifier.verify(problem, kernel("x[i")).fault is Fault.COMPILE_ERROR
         with pytest.raises(MissingTool, match="no NVIDIA GPU"):

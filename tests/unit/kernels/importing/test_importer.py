@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kbrl_async.kernels.audit import Limits
+from kbrl_async.kernels.audit import Auditor, Limits
 from kbrl_async.kernels.importing import JOURNAL, Found, ImportedRow, Importer
 from kbrl_async.kernels.problems import load_problems, parse_problem
+from kbrl_async.kernels.problems.audit_file import ProblemAudit
+from protocols.records import Problem
 
 LIMITS = Limits("cpu", 20.0, 4.0)
 
@@ -66,7 +68,7 @@ def test_what_is_taken_is_a_folder_of_problems_with_licences_in_the_journal(
     assert all('"license":"MIT"' in line for line in journal if "sound" in line)
 
 
-def test_the_next_run_goes_on_behind_the_journal(imported: tuple[Path, list[ImportedRow]], tmp_path: Path) -> None:
+def test_the_next_run_goes_on_behind_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line that a kill cut off is done again; the others are not."""
     first = tmp_path / "out"
     list(Importer(first, LIMITS, jobs=1).run([found("a"), found("b", "torch.tanh(x)")]))
@@ -75,10 +77,16 @@ def test_the_next_run_goes_on_behind_the_journal(imported: tuple[Path, list[Impo
 
     importer = Importer(first, LIMITS, jobs=1)
     tried: list[str] = []
-    again = importer._start
-    importer._start = lambda one, pool, auditors: tried.append(one.name) or again(one, pool, auditors)  # type: ignore[func-returns-value,method-assign]
+    audit = Auditor.audit
+
+    def counted(self: Auditor, asked: Problem) -> ProblemAudit:
+        tried.append(asked.name)
+        return audit(self, asked)
+
+    monkeypatch.setattr(Auditor, "audit", counted)
     rows = list(importer.run([found("a"), found("b", "torch.tanh(x)"), found("c", "torch.cos(x)")]))
     assert [row.outcome for row in rows] == ["taken"] * 3
+    assert tried == ["b", "c"]
     assert len(load_problems(str(first))) == 3
 
 

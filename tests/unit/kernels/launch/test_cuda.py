@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,20 @@ __global__ void odd(float4 v) {}
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[Any, ...]]]:
     """Launches instead of the driver's: grid, block, shared bytes, and the cells' values."""
     seen: list[tuple[Any, ...]] = []
 
     def start(self: cuda.CudaKernel, grid: Any, block: Any, shared: int) -> None:
-        seen.append((grid, block, shared, [cell.value for cell in self._arguments.cells]))
+        seen.append((grid, block, shared, [cell.value for cell in self.arguments.cells]))
 
     path = tmp_path / "bundle"
     path.write_bytes(bundle.pack(cuda.to_bundle(nvrtc.Compiled(b"code", {}))))
-    monkeypatch.setattr(cuda, "_registered", {cuda.source_key(SOURCE): str(path)})
-    monkeypatch.setattr(cuda.CudaKernel, "_start", start)
-    return seen
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", None, raising=False)  # put back afterwards
+    cuda.prepare({cuda.source_key(SOURCE): str(path)})
+    monkeypatch.setattr(cuda.CudaKernel, "start", start)
+    yield seen
+    cuda.forget()
 
 
 def test_declarations_are_parsed_past_attributes_and_templates() -> None:
@@ -64,9 +67,7 @@ def test_a_kernel_without_arguments_is_launched(launched: list[tuple[Any, ...]])
     assert launched == [((1, 1, 1), (1, 1, 1), 0, [])]
 
 
-def test_torchs_own_call_finds_the_same_kernel(launched: list[tuple[Any, ...]], monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch.cuda, "_compile_kernel", None, raising=False)
-    cuda.prepare({"cubin:other": "nowhere"})
+def test_torchs_own_call_finds_the_same_kernel(launched: list[tuple[Any, ...]]) -> None:
     kernel = torch.cuda._compile_kernel(SOURCE, "halves")
     kernel(grid=(4, 1, 1), block=(8, 1, 1), args=[None, 0.5, 0.5, 1, 2, 3.0], shared_mem=16)
     assert launched[-1][:3] == ((4, 1, 1), (8, 1, 1), 16)

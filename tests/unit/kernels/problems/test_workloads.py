@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +14,7 @@ from kbrl_async.kernels.problems import load_file, parse_problem
 from kbrl_async.kernels.problems.cases import cases, named
 from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.kernels.problems.precision import in_precision
+from kbrl_async.kernels.problems.sources.folder import load_folder
 from kbrl_async.kernels.problems.workloads import MOST, tails
 from protocols.records import Problem
 
@@ -203,3 +205,21 @@ def test_data_beside_a_problem_is_its_own_business(tmp_path: Path) -> None:
     (tmp_path / "01_a.py").write_text(BASE)
     (tmp_path / "01_a.json").write_text('{"inputs": []}\n{"inputs": []}\n')
     assert cases(load_file(tmp_path / "01_a.py"), random.Random(0)) == ()
+
+
+def test_many_problems_are_read_without_a_look_at_all_others_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, looks = tmp_path / "level1", list[object]()
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"{number:02d}_add.py").write_text(BASE)
+    scandir = os.scandir
+
+    def counted(path: object) -> object:
+        looks.append(path)
+        return scandir(cast(Any, path))
+
+    monkeypatch.setattr(os, "scandir", counted)
+    assert len(load_folder(tmp_path)) == 20
+    assert len(looks) < 20

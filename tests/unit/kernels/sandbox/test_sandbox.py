@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -96,6 +97,71 @@ def test_a_child_dies_with_its_zygote(tmp_path: os.PathLike[str]) -> None:
         child.close()
 
 
+def started(zygote: Zygote, folder: object, script: str) -> client.Child:
+    command = ToolCommand(["/bin/sh", "-c", script], str(folder), {"PATH": "/usr/bin:/bin"})
+    return zygote.spawn(ENTRY, msgspec.msgpack.encode(command), access=Access(write=(str(folder),)))
+
+
+def test_closing_kills_one_that_has_no_group_of_its_own_yet(
+    zygote: Zygote, tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_group(pid: int, number: int) -> None:
+        raise ProcessLookupError
+
+    child = started(zygote, tmp_path, "sleep 30")
+    monkeypatch.setattr(os, "killpg", no_group)
+    begun = time.monotonic()
+    child.close()
+    assert time.monotonic() - begun < 5
+
+
+def test_the_zygote_is_asked_about_a_child_only_when_that_has_ended(
+    zygote: Zygote, tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a child that takes long to die would take the zygote and all other children along."""
+    child, wait, states = started(zygote, tmp_path, "sleep 30"), zygote.wait, list[str]()
+
+    def asked(pid: int, generation: int) -> int | None:
+        states.append(Path(f"/proc/{child.host_pid}/stat").read_text().rpartition(")")[2].split()[0])
+        return wait(pid, generation)
+
+    monkeypatch.setattr(zygote, "wait", asked)
+    child.close()
+    assert states == ["Z"]
+
+
+def test_a_child_that_can_not_be_killed_does_not_take_the_zygote_along(
+    zygote: Zygote, tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = started(zygote, tmp_path, "sleep 30")
+    pidfd, generation = os.pidfd_open(child.host_pid), zygote.generation
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "DEATH_S", 0.01)
+        patch.setattr(os, "killpg", lambda *_: None)
+        patch.setattr(child, "signal", lambda number: None)
+        assert child.ending(0.0) == "it shut its socket and lived on for 0 s"
+    assert tool(zygote, tmp_path, "exit 3") == 3
+    assert zygote.generation == generation
+    with pytest.raises(InfraError, match="can't be killed"):
+        child.result(0.0)
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    os.close(pidfd)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("exit 3", "it ended with exit code 3"), ("sleep 30", "it shut its socket and lived on for 0.2 s")],
+)
+def test_how_a_child_has_ended_is_told(zygote: Zygote, tmp_path: os.PathLike[str], script: str, words: str) -> None:
+    assert started(zygote, tmp_path, script).ending(10 if "exit" in script else 0.2) == words
+
+
+def test_a_signal_that_ended_a_child_is_told(zygote: Zygote, tmp_path: os.PathLike[str]) -> None:
+    child = started(zygote, tmp_path, "sleep 30")
+    child.signal(9)
+    assert child.ending(10) == "it was ended by signal 9 (SIGKILL)"
+
+
 def test_pinned_children_stay_where_they_are(zygote: Zygote, tmp_path: os.PathLike[str]) -> None:
     core = min(os.sched_getaffinity(0))
     assert tool(zygote, tmp_path, "[ $(nproc) = 1 ]", Limits(cores=(core,))) == 0
@@ -138,10 +204,10 @@ def test_where_namespaces_are_refused_bubblewrap_makes_them(monkeypatch: pytest.
     launched = []
 
     def launch(zygote: Zygote) -> tuple[str, ...]:
-        launched.append(zygote._is_enclosed)
-        return () if zygote._is_enclosed else ("user namespace",)
+        launched.append(zygote.is_enclosed)
+        return () if zygote.is_enclosed else ("user namespace",)
 
-    monkeypatch.setattr(Zygote, "_launch", launch)
+    monkeypatch.setattr(Zygote, "launch", launch)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     with Zygote(()) as zygote:
         assert (launched, zygote.isolation.level) == ([False, True], "full")
@@ -150,7 +216,7 @@ def test_where_namespaces_are_refused_bubblewrap_makes_them(monkeypatch: pytest.
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not on this host")
 def test_inside_bubblewrap_everything_is_the_same(tmp_path: os.PathLike[str]) -> None:
     enclosed = Zygote(("kbrl_async.kernels.sandbox.tool",), profile="tool")
-    enclosed._is_enclosed = True
+    enclosed.is_enclosed = True
     with enclosed:
         assert enclosed.isolation == Isolation("full")
         assert tool(enclosed, tmp_path, "[ $$ = 1 ] && echo x > file && ! chmod 755 /usr && ! cat /etc/passwd") == 0

@@ -59,6 +59,22 @@ def on_a_gpu(**more: Any) -> Recipe:
     return Recipe.of(TimingBench(), warmup=0, looks=3, few=(2, 3, 4), enough_above=1.3, **more)
 
 
+@pytest.mark.parametrize(("candidate_ms", "speedup", "pairs"), [(6.0, 0.3, 1), (4.0, 0.3, 2), (6.0, 0.6, 2)])
+def test_one_pair_of_long_calls_tells_that_a_kernel_is_slower(candidate_ms: float, speedup: float, pairs: int) -> None:
+    """With an interval by assumption, and only where that leaves no doubt."""
+    calls = itertools.repeat(Pair(1e6 * candidate_ms * speedup, 1e6 * candidate_ms))
+    found = measure(calls.__next__, on_a_gpu(lone_ms=5.0, placement=0.0), ticking(0.0))
+    assert (found.stopped, found.n) == ("slower", pairs)
+    lo, hi = found.interval.lo / found.interval.median, found.interval.hi / found.interval.median
+    assert (lo, hi) == pytest.approx((1 / 1.5, 1.5) if pairs == 1 else (1.0, 1.0))
+
+
+def test_a_lone_pair_that_was_disturbed_tells_nothing() -> None:
+    calls = iter([Pair(1e6, 1e7, polluted=True), *[Pair(1e6, 1e7)] * 9])
+    found = measure(calls.__next__, on_a_gpu(lone_ms=5.0, placement=0.0), ticking(0.0))
+    assert (found.n, found.rejected, found.interval.hi) == (2, 1, pytest.approx(0.1))
+
+
 @pytest.mark.parametrize(("speedup", "stopped"), [(0.3, "slower"), (2.5, "faster")])
 def test_where_pairs_hardly_scatter_two_or_three_tell_what_is_clear(speedup: float, stopped: str) -> None:
     found = [measure(noisy(speedup, 0.002, seed), on_a_gpu(), ticking(0.0)) for seed in range(100)]

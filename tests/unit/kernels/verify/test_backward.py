@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.funnel.build import artifact_paths
 from kbrl_async.kernels.verify import Bench
+from kbrl_async.kernels.verify.cpu.replay import CpuReplaySession
 from protocols.records import REPLAYED, BenchReport, Candidate, Fault, Problem
 
 Evaluate = Callable[..., BenchReport]
@@ -130,6 +132,27 @@ def test_a_backward_by_the_library_is_no_work_of_its_own(judged: Evaluate, sourc
     verdict = judged(source, timing=False).verdict
     assert (verdict.fault, verdict.rule) == (Fault.CHEATING, rule)
     assert words in verdict.message
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_who_forges_only_without_its_backward_is_no_fault_of_the_hosts(
+    judged: Evaluate, monkeypatch: pytest.MonkeyPatch, starts: bool
+) -> None:
+    """Its forward's kernels are loaded there, and run in a process that is not the one that was checked."""
+    honest = CpuReplaySession.without_backward
+
+    def forged(self: CpuReplaySession, upstream: Collection[int]) -> CpuReplaySession | None:
+        session = honest(self, upstream)
+        assert session is not None
+        if not starts:
+            session.close()
+            raise session.forged()
+        monkeypatch.setattr(session, "call", Mock(side_effect=session.forged()))
+        return session
+
+    monkeypatch.setattr(CpuReplaySession, "without_backward", forged)
+    verdict = judged(RIGHT, timing=False).verdict
+    assert (verdict.fault, verdict.rule) == (Fault.CHEATING, "forged_result")
 
 
 def test_a_forward_without_gradients_is_told_what_is_missing(judged: Evaluate) -> None:

@@ -50,4 +50,4 @@ def test_a_reference_that_can_not_be_compiled_says_why(baselines: Baselines) -> 
 def test_a_compilation_that_died_is_tried_again_the_next_time(baselines: Baselines, tmp_path: Path) -> None:
     folder = tmp_path / "made"
     folder.mkdir()  # by the one that died
-    assert baselines._compiled(BROKEN, "compile", folder) == "ValueError: no inputs"
+    assert baselines.compiled(BROKEN, "compile", folder) == "ValueError: no inputs"

@@ -6,18 +6,34 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
+import torch
 
 from kbrl_async.errors import InfraError, ProblemError
+from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.funnel.build import artifact_paths
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, BenchOptions, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
 from kbrl_async.kernels.verify.inputs import KINDS
-from protocols.records import DISTURBED, BenchReport, Candidate, Fault, Problem, Strictness, Timing, Verdict
+from kbrl_async.kernels.verify.memory import read_memory
+from kbrl_async.kernels.verify.session import ForwardOutcome
+from protocols.records import (
+    DISTURBED,
+    REPLAYED,
+    BenchReport,
+    Candidate,
+    Fault,
+    Problem,
+    Strictness,
+    Timing,
+    Verdict,
+)
+from tests.candidates import affine, elementwise
 
 Evaluate = Callable[..., BenchReport]
 WEIGHTS = """
@@ -143,10 +159,24 @@ def test_a_reference_that_was_killed_before_new_secrets_were_drawn_is_nobodys_fa
     with contextlib.closing(Bench(zygote, patient(reuse=1))) as bench:
         problem, candidate = Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "torch")
         bench.evaluate(problem, candidate, {}, timing=False)
-        bench._references._kept[WEIGHTS].cases[0].reference.session.close()
+        bench.references.kept[WEIGHTS].cases[0].reference.session.close()
         with pytest.raises(InfraError, match=r"the reference of L1/1 is gone"):
             bench.evaluate(problem, candidate, {}, timing=False)
         assert bench.evaluate(problem, candidate, {}, timing=False).verdict.fault is Fault.OK
+
+
+@pytest.mark.parametrize("draws", [4, 64])
+def test_a_reference_that_fails_while_a_candidate_is_recorded_is_nobodys_fault(
+    bench: Bench, builder: Builder, draws: int
+) -> None:
+    """It is asked for inputs then, which no set has."""
+    drawn = f"DRAWN = []\n\ndef get_inputs():\n    DRAWN.append(1)\n    assert len(DRAWN) <= {draws}"
+    problem = Problem("L1/01_affine", 1, "affine", affine().replace("def get_inputs():", drawn))
+    candidate = Candidate(elementwise("2 * x[i] + 1"), "c")
+    paths = artifact_paths(builder.store, builder.build(candidate, problem))
+    told = pytest.raises(InfraError, match="L1/01_affine") if draws == 4 else contextlib.nullcontext()
+    with told:
+        assert bench.evaluate(problem, candidate, paths, timing=False).verdict.fault is Fault.OK
 
 
 def test_few_references_are_kept(zygote: Zygote) -> None:
@@ -162,7 +192,7 @@ def test_references_are_kept_as_far_as_their_memory_goes(zygote: Zygote) -> None
     problems = [Problem(f"L1/{number}", 1, "x", WEIGHTS + f"# {number}") for number in range(4)]
     with contextlib.closing(Bench(zygote, patient())) as bench:
         bench.evaluate(problems[0], Candidate(NEW, "torch"), {}, timing=False)
-        each = bench._references._kept[problems[0].source].host_bytes
+        each = bench.references.kept[problems[0].source].host_bytes
     assert each > 0
     with contextlib.closing(Bench(zygote, patient(reference_bytes=2 * each))) as bench:
         for problem in problems:
@@ -191,10 +221,26 @@ def test_a_slower_candidate_is_timed_as_slower(evaluate: Evaluate) -> None:
     assert timing.method
 
 
+def test_who_counts_what_a_timed_kernel_does_sees_it_at_work_on_inputs(bench: Bench, builder: Builder) -> None:
+    """Not on the zeros of the memory that its measurement gave it last."""
+    problem, candidate = Problem("L1/01_affine", 1, "affine", affine()), Candidate(elementwise("2 * x[i] + 1"), "c")
+    answers: list[torch.Tensor] = []
+
+    def watch(pid: int, call: Callable[[], object]) -> None:
+        (meta,) = cast(ForwardOutcome, call()).tensors
+        answers.append(torch.empty(meta.shape))
+        assert read_memory(pid, meta.place, answers[0].data_ptr(), answers[0].nbytes)
+
+    paths = artifact_paths(builder.store, builder.build(candidate, problem))
+    found = bench.evaluate(problem, candidate, paths, watch=watch)
+    assert (found.verdict.trust, found.timing is not None) == (REPLAYED, True), found
+    assert answers[0].std() > 0.1
+
+
 def test_a_reference_is_made_in_steps_between_which_others_may_time(zygote: Zygote) -> None:
     ticks: list[int] = []
     with contextlib.closing(Bench(zygote, patient())) as bench:
-        bench._references.get(Problem("L1/1", 1, "x", WEIGHTS), lambda: ticks.append(1))
+        bench.references.get(Problem("L1/1", 1, "x", WEIGHTS), lambda: ticks.append(1))
     assert len(ticks) == bench_options(TimingBench()).pool + len(KINDS)
 
 
@@ -244,7 +290,7 @@ def of_group(
     zygote: Zygote, timings: list[Timing], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., BenchReport]]:
     """A timed evaluation of a source that is right, or is given, in a group."""
-    monkeypatch.setattr(Bench, "_measure", lambda *_: timings.pop())
+    monkeypatch.setattr(Bench, "measure", lambda *_: timings.pop())
     with contextlib.closing(Bench(zygote, patient(replay=False, reuse=5))) as bench:
         problem = Problem("L1/01_test", 1, "test", WEIGHTS)
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import types
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from kbrl_async.kernels.verify.cuda import device
+from kbrl_async.kernels.cuda_driver import CudaError, Driver
+from kbrl_async.kernels.verify.cpu.trace import BEFORE
+from kbrl_async.kernels.verify.cuda import arena, capture, device
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
+from kbrl_async.kernels.verify.cuda.capture import CapturedForwards
 from kbrl_async.kernels.verify.cuda.reference import MAX_BATCH, plan
-from kbrl_async.kernels.verify.cuda.session import _place_outputs
-from kbrl_async.kernels.verify.wire import TensorMeta
+from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, stretches_of
+from kbrl_async.kernels.verify.cuda.runner import begin_gradients
+from kbrl_async.kernels.verify.cuda.session import place_outputs
+from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch, without_chance
+from kbrl_async.kernels.verify.proof import Finding
+from kbrl_async.kernels.verify.wire import Captured, TensorMeta, Trace
+from protocols.records import Candidate
 
 GB = 1 << 30
 
@@ -87,12 +99,12 @@ def test_what_is_loaded_before_a_fork_never_asks_for_a_gpu() -> None:
 
 def test_outputs_of_slots_do_not_overlap_and_a_wide_version_of_one_slot_fits() -> None:
     outs = [TensorMeta("float32", (3, 5), (5, 1), 0), TensorMeta("float16", (7,), (1,), 0)]
-    placed, end = _place_outputs(outs, 1, 1024, True)
+    placed, end = place_outputs(outs, 1, 1024, True)
     assert [(meta.place, step) for meta, step in placed] == [(1024, 512), (1536, 512)]
     assert end == 2048
     big = [TensorMeta("float32", (4096,), (1,), 0)]
-    assert _place_outputs(big, 1, 0, True)[1] == 4096 * 8
-    assert _place_outputs(big, 1, 0, False)[1] == 4096 * 4, "of a candidate nobody asks for fp64"
+    assert place_outputs(big, 1, 0, True)[1] == 4096 * 8
+    assert place_outputs(big, 1, 0, False)[1] == 4096 * 4, "of a candidate nobody asks for fp64"
 
 
 def test_a_bench_takes_no_more_of_its_gpu_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,3 +118,144 @@ def test_a_bench_takes_no_more_of_its_gpu_than_its_share(monkeypatch: pytest.Mon
     monkeypatch.setattr("kbrl_async.kernels.verify.fused.use", lambda where, way: None)
     device.CudaDevice("cuda:1").open(0.25)
     assert taken == [(0.25, torch.device("cuda", 1))]
+
+
+def test_what_own_kernels_wrote_before_is_of_other_inputs_when_they_are_left_out() -> None:
+    """A whole forward over the same inputs would leave them what they are to make."""
+    ran: list[str] = []
+    batch = cast(Any, CapturedForwards.__new__(CapturedForwards))
+    batch._driver, batch.kernels, batch.outputs = Mock(), {"own": [1], "library": [2]}, [[torch.ones(2)]]
+    batch._captured, enabled = [Mock()], {1: True, 2: True}
+    batch._driver.call = lambda name, *given: enabled.update({given[1]: bool(given[2])}) if "Enabled" in name else None
+
+    def alone(graph: object) -> float:
+        ran.append("+".join(str(node) for node in enabled if enabled[node]))
+        return 1.0
+
+    batch._alone = alone
+    batch.without(["own"], lambda outputs: ran.append("kept"))
+    assert ran == ["", "2", "kept", "1+2"]
+
+
+def judged_by_share(lefts: list[float], wholes: list[float] | None = None) -> Finding | None:
+    """Of a kernel whose forward takes 100 µs whole, and this without own kernels, each time that it is looked at."""
+    wholes = wholes or [100_000.0] * len(lefts)
+    stopwatch = cast(Any, CudaStopwatch.__new__(CudaStopwatch))
+    stopwatch._candidate, stopwatch._checker = Mock(), Mock()
+    stopwatch._candidate.own_kernels.return_value = ["own"]
+    stopwatch._without = lambda own: (wholes.pop(0), lefts.pop(0), False, "")
+    captured = Captured(0, {"own": 1, "library": 1})
+    return cast("Finding | None", stopwatch._own_kernels(captured, Candidate("", "triton")))
+
+
+def test_times_that_others_made_longer_accuse_nobody() -> None:
+    assert judged_by_share([100_000.0, 120_000.0, 60_000.0]) is None
+    assert judged_by_share([100_000.0] * 9) is not None
+
+
+def test_a_decoy_is_not_acquitted_by_what_others_add_to_one_of_many_looks() -> None:
+    assert judged_by_share([99_900.0] * 9, [100_000.0, 103_000.0, 100_000.0, 130_000.0, *[101_500.0] * 5]) is not None
+
+
+def test_what_an_earlier_call_left_is_no_answer_where_all_calls_have_the_same() -> None:
+    stale, operator = Trace(answered=BEFORE), Trace(answered="aten::mm")
+    assert [getattr(without_chance(one), "answered", None) for one in (stale, operator, None)] == [
+        "",
+        "aten::mm",
+        None,
+    ]
+
+
+def test_a_host_without_threads_for_gradients_refuses_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "backward", Mock(side_effect=RuntimeError("Resource temporarily unavailable")))
+    begin_gradients()
+
+
+def test_parts_of_an_answer_that_lie_side_by_side_are_found_as_one() -> None:
+    assert stretches_of([(0, 512), (512, 1024), (2048, 2560)], 1024) == [0]
+    assert stretches_of([(0, 1024)], 1024) == [], "that one was looked at by itself"
+    assert stretches_of([(0, 512), (1024, 1536)], 1024) == [], "nobody wrote what lies between"
+
+
+def test_inputs_that_a_forward_changes_are_drawn_again_before_it_runs_without_own_kernels() -> None:
+    """Timed forwards have changed them; the answer then is another than the one that is expected."""
+    stopwatch, drawn = cast(Any, CudaStopwatch.__new__(CudaStopwatch)), list[str]()
+    session = cast(Any, ReplaySession.__new__(ReplaySession))
+    session._host, session.poison = Mock(), lambda: None
+    session._least = lambda is_muted, deadline_s: drawn.append("timed") or 9.0
+    session.run = lambda *given, **named: drawn.append("run")
+    session.outputs, session.answered = lambda *given: [], lambda is_answer: ""
+    session._host.timed.return_value = 1.0
+    stopwatch._candidate, stopwatch._checker, stopwatch._limit_s = session, Mock(), 1.0
+    stopwatch._nominal = Mock(mutated=True, degenerate=False)
+    stopwatch._fill = lambda slots: drawn.append("drawn")
+    stopwatch._expected_of_slot_0 = list
+    stopwatch._without(["own"])
+    assert drawn == ["drawn", "timed", "timed", "drawn", "run"]
+
+
+class _Generator:
+    """Torch's: a capture that breaks never tells it of its end, and then no graph can be replayed."""
+
+    is_capturing = False
+
+
+class _Capture:
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.breaks = keep_graph
+
+    def capture_begin(self, **given: Any) -> None:
+        _Generator.is_capturing = True
+
+    def capture_end(self) -> None:
+        if self.breaks:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        _Generator.is_capturing = False
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["in a call", "at its end"])
+def test_a_capture_that_breaks_is_over_for_torchs_generator(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+    """Who is watched, because it can't be captured, replays graphs of its own afterwards."""
+
+    def forward(slot: int) -> list[torch.Tensor]:
+        if _Generator.is_capturing and not is_late:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return []
+
+    monkeypatch.setattr(capture, "PLAIN", _Capture)
+    monkeypatch.setattr(capture, "thread_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    driver = types.SimpleNamespace(event=int, call=lambda *given: None)
+    with pytest.raises(RuntimeError, match="previous error" if is_late else "not permitted"):
+        CapturedForwards(cast(Any, driver), cast(Any, None), forward, 1)
+    assert not _Generator.is_capturing
+
+
+@pytest.mark.parametrize(
+    ("refused", "is_reserved", "undone"),
+    [
+        ("cuMemAddressReserve", False, ["cuMemRelease"]),
+        ("cuMemMap", False, ["cuMemAddressFree", "cuMemRelease"]),
+        ("cuMemMap", True, ["cuMemRelease"]),
+        ("cuMemSetAccess", False, ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]),
+        ("cuMemSetAccess", True, ["cuMemUnmap", "cuMemRelease"]),
+    ],
+)
+def test_memory_that_can_not_be_mapped_is_given_back(
+    refused: str, is_reserved: bool, undone: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full GPU there may be none for its page tables. Addresses that were reserved before stay so."""
+    called: list[str] = []
+
+    def call(name: str, *_: Any) -> None:
+        called.append(name)
+        if name == refused:
+            raise CudaError(name, 2, "CUDA_ERROR_OUT_OF_MEMORY")
+
+    made = Driver.__new__(Driver)
+    monkeypatch.setattr(made, "call", call)
+    monkeypatch.setattr(arena, "driver", lambda: made)
+    with pytest.raises(CudaError):
+        arena.DeviceArena(7, 1 << 21, torch.device("cuda", 0), arena.BASE if is_reserved else 0, is_reserved)
+    assert called[called.index(refused) + 1 :] == undone

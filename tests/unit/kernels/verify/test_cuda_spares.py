@@ -157,6 +157,6 @@ def test_no_home_is_started_where_one_comes_free(monkeypatch: pytest.MonkeyPatch
     for name in ("CudaReference", "make_room"):
         monkeypatch.setattr(device, name, Mock())
     made = device.CudaDevice("cuda:0")
-    made._homes, made._spares, made._replays = (cast(Any, Mock()) for _ in range(3))
+    made.homes, made.spares, made.replays = (cast(Any, Mock()) for _ in range(3))
     made.reference(cast(Any, None), cast(Any, None), options, cast(Any, None), families, no_tick)
-    assert cast(Any, made._homes).refill.call_count == started
+    assert cast(Any, made.homes).refill.call_count == started

@@ -94,7 +94,7 @@ def by_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 
 
 def test_attention_that_rounds_scaled_queries_is_right(bench: Bench) -> None:
-    reference = bench._references.get(parse_problem(ATTENTION, "L0/attention")).references[0]
+    reference = bench.references.get(parse_problem(ATTENTION, "L0/attention")).references[0]
     for one in reference.sets:
         given = [block.view(like.shape) for block, like in zip(one.blocks, reference.examples, strict=True)]
         found = difference(by_blocks(*given), one.expected[0], one.tolerances[0])
@@ -116,7 +116,7 @@ GELU = (
 
 def test_an_element_gets_no_room_for_what_others_of_its_size_move_by(bench: Bench) -> None:
     """Large elements move by more than small ones, each within what its own size allows: then int8 does not pass."""
-    reference = bench._references.get(parse_problem(GELU, "L0/gelu")).references[0]
+    reference = bench.references.get(parse_problem(GELU, "L0/gelu")).references[0]
     wrong = set()
     for one in reference.sets:
         answer = F.gelu(one.blocks[0].view(64, 512).float())
@@ -137,7 +137,7 @@ LOWERED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
 def test_attention_whose_inputs_lose_bits_is_wrong(bench: Bench, name: str) -> None:
     """What an honest kernel rounds in between does not let inputs pass that are rounded further than they were."""
     lower, which = LOWERED[name]
-    reference = bench._references.get(parse_problem(ATTENTION, "L0/attention")).references[0]
+    reference = bench.references.get(parse_problem(ATTENTION, "L0/attention")).references[0]
     wrong = set()
     for one in reference.sets:
         given = [block.view(like.shape).float() for block, like in zip(one.blocks, reference.examples, strict=True)]
@@ -186,7 +186,7 @@ def test_without_the_look_at_conditions_it_is_called_wrong(watching: Bench, monk
     """With decays of both signs nothing is one-sided, so only the reference itself shows where it is noise."""
     problem = DECAY.replace("DECAYS", "torch.randn(8, 64) * 0.2 - 0.3")
     assert _judged(watching, problem, OTHER) is Fault.OK
-    monkeypatch.setattr(sets.SetMaker, "_strays", lambda *_: "")
+    monkeypatch.setattr(sets.SetMaker, "strays", lambda *_: "")
     found = {_judged(watching, problem + "\n" * n, OTHER) for n in range(1, 6)}  # one draw in ten is kind to it
     assert Fault.INCORRECT in found
 
@@ -242,7 +242,7 @@ def test_an_output_of_rounding_errors_alone_refuses_nobody_and_proves_nothing(be
     problem = parse_problem(NOISE, "L2/23_noise")
     verdict = bench.evaluate(problem, Candidate(NOISE + WIDE, "torch"), {}, timing=False).verdict
     assert verdict.fault is Fault.OK, verdict
-    assert all(one.degenerate for one in bench._references.get(problem).references[0].sets)
+    assert all(one.degenerate for one in bench.references.get(problem).references[0].sets)
 
 
 def test_a_jump_is_no_noise() -> None:

@@ -1,4 +1,4 @@
-"""Who is asked again about a verdict that an earlier candidate may have made: a bench whose judges are stand-ins."""
+"""Who is asked again about a verdict that an earlier candidate may have made; the judges are stand-ins."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from kbrl_async.kernels import settings as sections
-from kbrl_async.kernels.stages import StageClock
-from kbrl_async.kernels.verify.bench import Bench
-from kbrl_async.kernels.verify.options import bench_options, no_tick
-from protocols.records import Candidate, Fault
+from kbrl_async.kernels.verify import doubts
+from protocols.records import Fault, Verdict
 
 WRONG, RIGHT = Fault.INCORRECT, Fault.OK
 
@@ -24,7 +21,7 @@ class Device:
     def __init__(self, says: bool) -> None:
         self.says, self.asked, self.is_elsewhere, self.contradicted = says, list[bool](), False, 0
 
-    def is_repeated(self, reference: Any, code: Any, options: Any, is_right: bool, is_alone: bool) -> bool:
+    def is_repeated(self, is_right: bool, is_alone: bool) -> bool:
         self.asked.append(is_alone)
         return self.says
 
@@ -40,21 +37,14 @@ class Device:
 
 def settled(device: Device, found: dict[str, Fault], share: float, drawn: float) -> tuple[Fault, list[str]]:
     """The verdict, and who judged: `found` is what the first, the second and a fresh process would say."""
-    bench, judges = cast(Any, Bench.__new__(Bench)), list[str]()
-    bench._device, bench._rng = device, SimpleNamespace(random=lambda: drawn)
+    judges = list[str]()
     checker = SimpleNamespace(is_shared=True, is_in_doubt=lambda fault: fault is not Fault.OK)
-    bench._checker = lambda *_: checker
 
-    def judge(*given: Any) -> tuple[Any, None]:
-        is_alone = len(given) == 8 and given[7]
+    def judged(is_alone: bool) -> tuple[Any, Verdict, None]:
         judges.append("fresh" if is_alone else "second" if device.is_elsewhere else "first")
-        return SimpleNamespace(fault=found[judges[-1]]), None
+        return checker, Verdict(found[judges[-1]]), None
 
-    bench._judge = judge
-    options = bench_options(sections.TimingBench(), alone_share=share)
-    verdict, _ = bench._settled(
-        None, Candidate("", "c"), {}, options, None, timing=False, tick=no_tick, clock=StageClock(), watch=None
-    )
+    verdict, _ = doubts.settled(judged, device.is_repeated, cast(Any, device), share, lambda: drawn)
     return verdict.fault, judges
 
 

@@ -33,8 +33,8 @@ CANDIDATE_MS, REFERENCE_MS = 2.0, 12.0
 class Told(Bench):
     """Measures, and then reports other times."""
 
-    def _measure(self, checker: Checker, tick: Tick, clock: StageClock) -> Timing | None:
-        found = super()._measure(checker, tick, clock)
+    def measure(self, checker: Checker, tick: Tick, clock: StageClock) -> Timing | None:
+        found = super().measure(checker, tick, clock)
         assert found is not None
         return msgspec.structs.replace(
             found, speedup=REFERENCE_MS / CANDIDATE_MS, candidate_ms=CANDIDATE_MS, reference_ms=REFERENCE_MS
@@ -97,9 +97,9 @@ def test_peaks_once_measured_are_kept_where_they_can_not_be_measured_again(zygot
     found = [FAST_MEMORY, None]
     with contextlib.closing(Bench(zygote, patient())) as bench:
         bench.probe = lambda: found.pop(0)
-        assert bench._probed() is FAST_MEMORY
-        assert bench._probed() is None
-        assert bench._peaks is FAST_MEMORY
+        assert bench.measure_peaks() is FAST_MEMORY
+        assert bench.measure_peaks() is None
+        assert bench.peaks is FAST_MEMORY
 
 
 def test_a_possible_time_says_how_near_it_is_to_the_roofline(zygote: Zygote) -> None:

@@ -26,9 +26,9 @@ HONEST = "return self.done(nonce)"
 def _nothing_is_left_behind(evaluate: Evaluate, watching: Bench) -> Iterator[None]:
     """The reference was not doubted, and judges the next one."""
     assert evaluate(candidate(HONEST, call=-1)).verdict.fault is Fault.OK
-    reference = watching._references._kept[SCALE_AND_SHIFT]
+    reference = watching.references.kept[SCALE_AND_SHIFT]
     yield
-    assert watching._references._kept[SCALE_AND_SHIFT] is reference
+    assert watching.references.kept[SCALE_AND_SHIFT] is reference
     assert evaluate(candidate(HONEST, call=-1)).verdict.fault is Fault.OK
 
 
@@ -283,7 +283,7 @@ def test_the_same_outputs_are_described_alike(copying: Bench, change: str, asked
 def test_without_the_checks_a_tree_without_its_tensor_reaches_the_judge(
     evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "_check", lambda reply: None)
+    monkeypatch.setattr(replies, "check_reply", lambda reply: None)
     assert not is_forged(evaluate(candidate(WORDS["the tree but no tensor"])).verdict)
 
 

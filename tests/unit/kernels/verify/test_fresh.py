@@ -89,7 +89,7 @@ def test_an_input_that_is_fresh_only_as_a_whole_draw_asks_for_new_ones() -> None
 
 
 def test_more_than_one_chunk_has_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kbrl_async.kernels.verify.fresh._CHUNK", 64)
+    monkeypatch.setattr("kbrl_async.kernels.verify.fresh.CHUNK", 64)
     found = sets_of(lambda: torch.rand(300) + 1, 3)
     assert bool(((found >= 1) & (found <= 2)).all())
 

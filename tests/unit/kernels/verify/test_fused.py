@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kbrl_async.kernels.verify import compare, fused
-from kbrl_async.kernels.verify.cuda.passes import NAMES, SOURCE, _unpacked
+from kbrl_async.kernels.verify.cuda.passes import NAMES, SOURCE, unpacked
 from kbrl_async.kernels.verify.fused import Counted
 from kbrl_async.kernels.verify.tolerance import Tolerance, tolerance
 
@@ -61,7 +61,7 @@ def way() -> Iterator[Way]:
     made = Way()
     fused.use(CPU, made)
     yield made
-    del fused._known[CPU]
+    del fused.known[CPU]
 
 
 CASES = {
@@ -89,7 +89,7 @@ def test_a_devices_own_way_finds_what_torchs_operators_find(case: str, allowed: 
         assert compare.kernelbench(got, expected) == kernelbench
         assert compare.agrees(got, expected, allowed) or not agrees
     finally:
-        del fused._known[CPU]
+        del fused.known[CPU]
     assert (found.wrong, found.total, found.nans if plain.wrong else 0, found.where) == (
         plain.wrong,
         plain.total,
@@ -126,8 +126,8 @@ def test_tolerances_and_equality_ask_the_device(way: Way) -> None:
 
 
 def test_an_error_and_its_place_come_out_of_one_number() -> None:
-    assert _unpacked((0x7F800000 << 32) | (0xFFFFFFFF - 7)) == (INF, 7)
-    assert _unpacked(0) == (0.0, 0), "NaN in every place, expected so: no element has a distance"
+    assert unpacked((0x7F800000 << 32) | (0xFFFFFFFF - 7)) == (INF, 7)
+    assert unpacked(0) == (0.0, 0), "NaN in every place, expected so: no element has a distance"
 
 
 def test_the_kernels_compile() -> None:

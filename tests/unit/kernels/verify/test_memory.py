@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import random
@@ -31,7 +32,9 @@ PIECE, PIECES = 100_000, 500
 """Below the size from which glibc maps memory for each piece alone."""
 
 
-@pytest.mark.skipif(not hasattr(memory._libc, "malloc_trim"), reason="another C library gives back by its own rules")
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library gives back by its own rules"
+)
 def test_what_was_freed_between_what_is_in_use_is_given_back() -> None:
     kept = [bytearray(PIECE) for _ in range(PIECES)]
     del kept[::2]
@@ -128,7 +131,7 @@ def test_nothing_of_a_reference_waits_for_the_collector(zygote: Zygote, body: st
     try:
         with contextlib.closing(Bench(zygote, patient())) as bench:
             report = bench.evaluate(Problem("L1/1", 1, "x", SCALE_AND_SHIFT), Candidate(source, "torch"), {})
-            (kept,) = map(weakref.ref, bench._references._kept.values())
+            (kept,) = map(weakref.ref, bench.references.kept.values())
         assert report.verdict.fault is fault
         assert kept() is None
     finally:

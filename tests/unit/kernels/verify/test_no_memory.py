@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
 from kbrl_async.kernels import settings as sections
 from kbrl_async.kernels.sandbox import Limits
+from kbrl_async.kernels.verify import bench as module
 from kbrl_async.kernels.verify.bench import Bench
 from kbrl_async.kernels.verify.cuda.device import CudaDevice
 from kbrl_async.kernels.verify.cuda.replay import candidates
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
 from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory
+from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.options import bench_options, no_tick
 from protocols.records import Candidate, Fault, Problem, Verdict
@@ -22,35 +24,47 @@ from protocols.records import Candidate, Fault, Problem, Verdict
 PROBLEM = Problem("L1/01_add", 1, "add", "")
 
 
-def judged(short: int) -> tuple[Verdict, Mock]:
-    """The verdict where memory is short so many times, and what was asked of the references."""
-    bench, references = cast(Any, Bench.__new__(Bench)), Mock()
-    options = bench_options(sections.TimingBench(), "cpu")
-    bench._options, bench._device, bench._references, bench._surplus = options, Mock(), references, Mock()
-    bench._zygote, bench._generation = SimpleNamespace(start=lambda: None, generation=1), 1
-    answers = [NoMemory("no memory on cuda:0")] * short + [Verdict(Fault.OK)]
+SHORT = NoMemory("no memory on cuda:0")
 
-    def on_all(*_: Any) -> tuple[Verdict, None]:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer, None
 
-    bench._on_all, bench._plan = on_all, ""
+class _Shared(Device):
+    has_neighbours = True
+
+
+class _Alone(Device):
+    has_neighbours = False
+
+
+def judged(first: list[NoMemory | Verdict], device: type[Device] = _Shared) -> tuple[Verdict, Mock]:
+    """The verdict where these come before a good one, and what was asked of the references."""
+    zygote = cast(Any, SimpleNamespace(start=lambda: None, generation=1))
+    bench = Bench(zygote, bench_options(sections.TimingBench(), "cpu"), device=device("a GPU"))
+    bench.references = references = Mock()
     references.get.return_value.cases = [Mock()]
-    return bench.evaluate(PROBLEM, Candidate("", "c"), {}).verdict, references
+    found = [one if isinstance(one, NoMemory) else (one, None) for one in (*first, Verdict(Fault.OK))]
+    with patch.object(module, "settled", side_effect=found):
+        return bench.evaluate(PROBLEM, Candidate("", "c"), {}).verdict, references
 
 
 def test_whoever_lacks_memory_gives_way_and_tries_again() -> None:
-    verdict, references = judged(2)
+    verdict, references = judged([SHORT] * 2)
     assert verdict.fault is Fault.OK
     assert references.give_way.call_count == 2
     assert references.get.call_count == 3, "the reference is made anew"
 
 
+def test_a_candidate_beside_others_that_finds_no_memory_is_judged_once_more() -> None:
+    out = Verdict(Fault.OUT_OF_MEMORY)
+    verdict, references = judged([out])
+    assert (verdict.fault, references.give_way.call_count) == (Fault.OK, 1)
+    verdict, references = judged([out, out])
+    assert (verdict.fault, references.give_way.call_count) == (Fault.OUT_OF_MEMORY, 1)
+    assert judged([out], _Alone)[0].fault is Fault.OUT_OF_MEMORY
+
+
 def test_it_is_told_in_the_end() -> None:
     with pytest.raises(NoMemory, match="no memory"):
-        judged(3)
+        judged([SHORT] * 3)
 
 
 def replays(monkeypatch: pytest.MonkeyPatch, may_grow: bool) -> tuple[Replays, list[int]]:
@@ -82,16 +96,27 @@ def test_a_candidate_is_not_watched_for_want_of_memory_before_it_was_waited_for(
     device = CudaDevice("cuda:0")
     found = Mock()
     found.open.side_effect = ShortOfMemory("there is no memory to record it in")
-    device._replays = found
+    device.replays = found
     reference, options = Mock(spec_set=["open"]), bench_options(sections.TimingBench(), "cuda:0")
     given = cast(Any, (reference, None, None, options, None, False))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kbrl_async.kernels.verify.cuda.device.CudaReference", Mock)
+    with pytest.MonkeyPatch.context() as given_back:
+        given_back.setattr("kbrl_async.kernels.verify.cuda.device.CudaReference", Mock)
         with pytest.raises(NoMemory):
             device.judged(*given)
-        patch.setattr(device, "_give_back", lambda: None)
+        given_back.setattr(device, "give_back", lambda: None)
         device.give_way(no_tick)
         assert device.judged(*given).trust_reason == "there is no memory to record it in"
         device.rest(0)
         with pytest.raises(NoMemory):
             device.judged(*given)
+
+
+@pytest.mark.parametrize(("check_s", "is_brief"), [(0.02, True), (0.0, False)])
+def test_only_who_may_be_spared_sets_is_recorded_in_brief(check_s: float, is_brief: bool) -> None:
+    device = CudaDevice("cuda:0")
+    device.replays = Mock()
+    options = bench_options(sections.TimingBench(check_s=check_s), "cuda:0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kbrl_async.kernels.verify.cuda.device.CudaReference", Mock)
+        device.judged(*cast(Any, (Mock(spec_set=["open"]), None, None, options, None, False)))
+    assert device.replays.open.call_args.args[-2:] == (False, is_brief)

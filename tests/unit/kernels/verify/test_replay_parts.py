@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.verify import compare, wire
 from kbrl_async.kernels.verify.cuda.arena import BASE
+from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
 from kbrl_async.kernels.verify.cuda.replay.places import Places
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, place_inputs
@@ -110,28 +112,28 @@ class Host:
 
     def __init__(self, size: int) -> None:
         raw = torch.zeros(size, dtype=torch.uint8)
-        self._arena = SimpleNamespace(raw=raw, size=size, view=self._view)
+        self.arena = SimpleNamespace(raw=raw, size=size, view=self._view)
         self.work: Callable[[torch.Tensor, int], object] = lambda raw, slot: None
         self.orders: list[Any] = []
 
     def _view(self, meta: wire.TensorMeta) -> torch.Tensor:
         from kbrl_async.kernels.verify import values
 
-        return values.view(self._arena.raw, meta)
+        return values.view(self.arena.raw, meta)
 
     def reserve(self, size: int, is_new: bool = False) -> Any:
-        return self._arena
+        return self.arena
 
     def load(self, images: Any, plan: Any) -> bool:
         return False
 
     def done(self, order: Any, deadline_s: float) -> None:
-        self.work(self._arena.raw, order.slot)
+        self.work(self.arena.raw, order.slot)
 
     def timed(self, order: Any, deadline_s: float) -> float:
         self.orders.append(order)
         for slot in order.slots:
-            self.work(self._arena.raw, slot)
+            self.work(self.arena.raw, slot)
         return 1000.0
 
     def unload(self) -> None:
@@ -160,7 +162,7 @@ def test_before_each_call_all_is_poison_but_inputs_and_what_lasts() -> None:
     made.slots[0][0].fill_(2.0)
     host.work = lambda raw, slot: seen.append(raw.clone())
     made.call(wire.OP_RUN, 0, 1.0)
-    host._arena.raw[512:4096] = 9
+    host.arena.raw[512:4096] = 9
     made.call(wire.OP_RUN, 0, 1.0)
     for raw in seen:
         assert raw[:16].view(torch.float32).tolist() == [2.0] * 4
@@ -172,7 +174,59 @@ def test_before_each_call_all_is_poison_but_inputs_and_what_lasts() -> None:
 def test_large_stretches_are_poisoned_too() -> None:
     made, host = session([1024, 1088, 1152], size=1 << 16)
     made.call(wire.OP_RUN, 0, 1.0)
-    assert host._arena.raw[2048:].eq(0x7F).all()
+    assert host.arena.raw[2048:].eq(0x7F).all()
+
+
+def test_only_operators_are_tried_before_they_count() -> None:
+    """A kernel has its graph made, which shows what can't be; it may take a second."""
+    made, host = session([1024, 1088, 1152])
+    ran: list[int] = []
+    host.work = lambda raw, slot: ran.append(slot)
+    host.done = lambda order, deadline_s: host.work(host.arena.raw, order.slot)  # type: ignore[method-assign]
+    made.try_once(1.0)
+    assert [(order.slots, order.times) for order in host.orders] == [((0,), 0)]
+    ran.clear()
+    made.has_operators = True
+    made.try_once(1.0)
+    assert ran == [0]
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda made: made.call(wire.OP_RUN, 1, 1.0),
+        lambda made: made.capture(3, 1.0),
+        lambda made: made.muted([], 1.0, lambda: None),
+    ],
+)
+def test_a_recording_that_holds_for_the_first_slot_only_ends_nobody(act: Callable[[ReplaySession], object]) -> None:
+    """Whoever wrote it could end the bench with it."""
+    made, host = session([1024, 1088, 1152])
+    made.has_operators = True
+    refused = False
+
+    def work(raw: torch.Tensor, slot: int) -> None:
+        if slot or refused:
+            raise Unreplayable("aten::mul gives another tensor here than it gave")
+
+    host.work = work
+    made.try_once(1.0)
+    refused = True
+    with pytest.raises(CandidateFault, match="can't be done again") as caught:
+        act(made)
+    assert (caught.value.kind, caught.value.rule) == (Fault.RUNTIME_ERROR, "")
+    fresh, host = session([1024, 1088, 1152])
+    host.work, fresh.has_operators = work, True
+    with pytest.raises(Unreplayable):
+        fresh.try_once(1.0)
+
+
+def test_a_reference_that_fails_before_own_kernels_are_left_out_shows_nothing_of_them() -> None:
+    made, _ = session([1024, 1088, 1152])
+    late = CandidateFault(Fault.TIMEOUT, "no result", by="the reference")
+    with pytest.raises(CandidateFault) as caught:
+        made.muted(["own"], 1.0, Mock(side_effect=late))
+    assert caught.value is late
 
 
 def test_outputs_of_two_calls_in_one_place_are_overwritten() -> None:
@@ -205,9 +259,9 @@ def test_where_outputs_may_be_kept_one_buffer_serves_all_calls(
         assert found.tolist() == [2 * value] * 4
     host.work = lambda raw, slot: None
     assert made.read(made.call(wire.OP_RUN, 0, 1.0).tensors[0]).tolist() != [2.0] * 4, "an old result is none"
-    host._arena.raw[1024:1040] = 9
+    host.arena.raw[1024:1040] = 9
     made.poison(1)
-    assert not host._arena.raw[1024:1040].eq(9).any()
+    assert not host.arena.raw[1024:1040].eq(9).any()
 
 
 def test_outputs_apart_are_no_kept_ones() -> None:
@@ -289,9 +343,9 @@ def test_graphs_of_timed_runs_are_made_when_they_are_captured_and_once() -> None
 
 def test_before_a_timed_run_outputs_of_slots_that_are_not_in_it_stay() -> None:
     made, host = session([1024, 1088, 1152], ((512, 528),))
-    host._arena.raw.fill_(9)
+    host.arena.raw.fill_(9)
     made.poison(2)
-    raw = host._arena.raw
+    raw = host.arena.raw
     assert raw[1152:1168].eq(9).all()
     assert raw[:16].eq(9).all()
     assert raw[512:528].eq(0).all()

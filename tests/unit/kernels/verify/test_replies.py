@@ -11,7 +11,7 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.verify import compare, replies, values, wire
-from kbrl_async.kernels.verify.checks import _same_structure
+from kbrl_async.kernels.verify.checks import same_structure
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.hoarding import is_hoarder, is_out_of_memory
 from kbrl_async.kernels.verify.report import verdict_of
@@ -99,9 +99,9 @@ def test_scalars_that_are_no_numbers_are_compared() -> None:
 
 @pytest.mark.parametrize("got", ["1.5", None, True, float("nan"), 2**64 - 1, "9" * 4400])
 def test_plain_values_of_any_type_are_compared(got: object) -> None:
-    assert not _same_structure(["V", got], ["V", 7.25])
-    assert not _same_structure(["V", got], ["V", None]) or got is None
-    assert _same_structure(["V", 7.2500001], ["V", 7.25])
+    assert not same_structure(["V", got], ["V", 7.25])
+    assert not same_structure(["V", got], ["V", None]) or got is None
+    assert same_structure(["V", 7.2500001], ["V", 7.25])
 
 
 def test_bases_that_double_are_read_in_no_time() -> None:

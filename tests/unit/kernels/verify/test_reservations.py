@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 import signal
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,9 +16,13 @@ from typing import Any, cast
 import pytest
 
 from kbrl_async.errors import InfraError
-from kbrl_async.kernels.verify.cuda.device import Crowded, CudaDevice
+from kbrl_async.kernels.verify.cuda.device import CudaDevice
+from kbrl_async.kernels.verify.cuda.reference import CudaReference, DoesNotFit
+from kbrl_async.kernels.verify.hoarding import Crowded, NoMemory
 from kbrl_async.kernels.verify.options import no_tick
 from kbrl_async.kernels.verify.reservations import Reservations
+from kbrl_async.kernels.verify.session import CandidateFault
+from protocols.records import Fault, Problem
 
 GIB = 1 << 30
 TOTAL = 80 * GIB
@@ -153,15 +158,15 @@ def test_foreign_files_in_the_folder_are_no_verifiers(make: Make, tmp_path: Path
 def device(make: Make) -> CudaDevice:
     """A bench's part of a GPU; nothing of it is touched."""
     made = CudaDevice("cuda:0")
-    made._reservations = make()
+    made.reservations = make()
     return made
 
 
 def test_alone_a_bench_keeps_its_references(device: CudaDevice) -> None:
     assert device.may_use(60 * GIB)
     assert device.rest(20 * GIB)
-    assert device._reservations is not None
-    assert device._reservations.held == 20 * GIB
+    assert device.reservations is not None
+    assert device.reservations.held == 20 * GIB
 
 
 def test_beside_others_it_keeps_little(device: CudaDevice, make: Make) -> None:
@@ -174,7 +179,7 @@ def test_beside_others_it_keeps_little(device: CudaDevice, make: Make) -> None:
 
 def test_one_of_several_keeps_what_is_within_its_share(device: CudaDevice, make: Make) -> None:
     make()
-    device._kept_share = 0.25
+    device.kept_share = 0.25
     assert device.may_use(15 * GIB)
     assert device.rest(12 * GIB)
     assert device.may_use(30 * GIB)
@@ -182,16 +187,16 @@ def test_one_of_several_keeps_what_is_within_its_share(device: CudaDevice, make:
 
 
 def test_arenas_are_a_part_of_what_is_held(device: CudaDevice, make: Make) -> None:
-    device._replays, device._kept_share = cast(Any, SimpleNamespace(device_bytes=8 * GIB)), 0.5
+    device.replays, device.kept_share = cast(Any, SimpleNamespace(device_bytes=8 * GIB)), 0.5
     assert make().take(40 * GIB)
     assert device.rest(2 * GIB)
-    assert device._reservations is not None
-    assert device._reservations.held == 0, "what nobody took is not held"
+    assert device.reservations is not None
+    assert device.reservations.held == 0, "what nobody took is not held"
     assert device.may_use(10 * GIB)
     assert device.rest(2 * GIB)
-    assert device._reservations.held == 10 * GIB
+    assert device.reservations.held == 10 * GIB
     assert not device.may_use(40 * GIB)
-    assert not device._may_grow(30 * GIB)
+    assert not device.may_grow(30 * GIB)
 
 
 def test_what_somebody_waits_for_is_given_back_however_little(device: CudaDevice, make: Make) -> None:
@@ -200,8 +205,8 @@ def test_what_somebody_waits_for_is_given_back_however_little(device: CudaDevice
     assert device.rest(3 * GIB)
     done: list[Reservations] = []
     thread = wait(other, TOTAL, done)
-    assert device._reservations is not None
-    is_waiting(device._reservations, 1)
+    assert device.reservations is not None
+    is_waiting(device.reservations, 1)
     assert not device.rest(3 * GIB)
     assert device.rest(0)
     thread.join(5)
@@ -210,7 +215,7 @@ def test_what_somebody_waits_for_is_given_back_however_little(device: CudaDevice
 
 def test_what_is_planned_with_is_asked_for_beside_what_is_kept(device: CudaDevice, make: Make) -> None:
     assert make().take(40 * GIB)
-    claim = device._claim_beside(20 * GIB)
+    claim = device.claim_beside(20 * GIB)
     claim(10 * GIB)
     with pytest.raises(Crowded):
         claim(30 * GIB)
@@ -220,6 +225,76 @@ def test_a_bench_waits_its_turn_and_then_has_it(device: CudaDevice, make: Make) 
     other = make()
     assert other.take(60 * GIB)
     threading.Timer(0.2, other.hold, (0,)).start()
-    device._wait_for(50 * GIB, no_tick)
-    assert device._reservations is not None
-    assert device._reservations.held == 50 * GIB
+    device.wait_for(50 * GIB, no_tick)
+    assert device.reservations is not None
+    assert device.reservations.held == 50 * GIB
+
+
+def test_who_is_granted_all_that_there_is_has_it(device: CudaDevice, make: Make) -> None:
+    other = make()
+    device.wait_for(2 * TOTAL, no_tick)
+    assert device.may_use(2 * TOTAL)
+    assert not other.take(2 * GIB)
+
+
+def made_after(errors: list[Exception], device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
+    """What `reference` gives where making one meets these first, and the bytes that were waited for."""
+    waited: list[int] = []
+
+    def make_reference(*_: object) -> str:
+        if errors:
+            raise errors.pop(0)
+        return "made"
+
+    monkeypatch.setattr("kbrl_async.kernels.verify.cuda.device.CudaReference", make_reference)
+    monkeypatch.setattr(device, "give_back", lambda: None)
+    monkeypatch.setattr(device, "wait_for", lambda size, tick: waited.append(size))
+    device.spares = device.homes = cast(Any, object())
+    given = cast(Any, (None, None, None, None, OrderedDict(), no_tick))
+    return device._made(*given), waited
+
+
+def test_memory_is_waited_for_as_often_as_more_of_it_is_asked_for(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs out before anything is planned; then inputs are known; then outputs."""
+    errors = [DoesNotFit("no memory"), Crowded(10 * GIB), Crowded(30 * GIB)]
+    assert made_after(errors, device, monkeypatch) == ("made", [0, 10 * GIB, 30 * GIB])
+
+
+def test_memory_that_runs_out_twice_is_told_by_whoever_has_it(
+    device: CudaDevice, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DoesNotFit):
+        made_after([DoesNotFit("no memory")] * 2, device, monkeypatch)
+    make()
+    with pytest.raises(NoMemory):
+        made_after([DoesNotFit("no memory")] * 2, device, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("share", "free", "told"),
+    [(1.0, 30, NoMemory), (1.0, 76, DoesNotFit), (0.25, 10, NoMemory), (0.25, 30, DoesNotFit)],
+)
+def test_a_problem_is_too_large_only_where_others_do_not_hold_the_memory(
+    device: CudaDevice, make: Make, monkeypatch: pytest.MonkeyPatch, share: float, free: int, told: type[Exception]
+) -> None:
+    """Though everybody has given way already: others may hold what nobody plans with. What lies beyond its own share
+    is nobody's fault.
+    """
+    make()
+    device._memory_share = share
+    for name in ("give_back", "wait_for"):
+        monkeypatch.setattr(device, name, lambda *_: None)
+    device.give_way(no_tick)
+    monkeypatch.setattr(device, "free", lambda: free * GIB)
+    with pytest.raises(told) as found:
+        made_after([DoesNotFit("no memory")] * 2, device, monkeypatch)
+    assert ("others hold" in str(found.value)) == (told is NoMemory)
+
+
+def test_a_reference_that_finds_no_memory_may_find_it_later() -> None:
+    reference = cast(Any, CudaReference.__new__(CudaReference))
+    reference.problem = Problem("L1/01_add", 1, "add", "")
+    assert isinstance(reference._failed(CandidateFault(Fault.OUT_OF_MEMORY, "none left")), DoesNotFit)
+    assert not isinstance(reference._failed(CandidateFault(Fault.RUNTIME_ERROR, "wrong")), DoesNotFit)

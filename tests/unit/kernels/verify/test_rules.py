@@ -9,7 +9,7 @@ import pytest
 
 from kbrl_async.kernels import verify
 from kbrl_async.kernels.timing import roofline
-from kbrl_async.kernels.verify.report import _RULE_HINTS
+from kbrl_async.kernels.verify.report import RULE_HINTS
 
 RAISED = re.compile(
     r'(?:CandidateFault|_fault|Finding)\((?:[^()]|\([^()]*\))*?"([a-z]+_?[a-z_]*)"(?:, self)?(?:,[^()]*)?\)'
@@ -23,7 +23,7 @@ def rules() -> set[str]:
 
 @pytest.mark.parametrize("rule", sorted(rules()))
 def test_every_rule_has_a_cure(rule: str) -> None:
-    assert _RULE_HINTS[rule].endswith(".")
+    assert RULE_HINTS[rule].endswith(".")
 
 
 def test_they_are_found() -> None:

@@ -80,7 +80,7 @@ class Child:
 
     def _serve(self) -> None:
         self._theirs.send(wire.encode(wire.Confined("full", ())))
-        setup, fds = runner._await_orders(self._theirs)
+        setup, fds = runner.await_orders(self._theirs)
         runner.CudaRunner(self._theirs, setup, fds, torch.device("cpu")).serve()
 
     def freeze(self) -> bool:
@@ -141,7 +141,7 @@ def test_a_reference_is_made_over_few_arenas() -> None:
     found = made()
     assert Arena.made == 4, "weights, the first draw, the others, inputs and outputs of all calls"
     assert len(found.sets) == 10
-    draws = cast(Any, found.pool)._draws
+    draws = cast(Any, found.pool).draws
     assert len(draws) == 4
     assert all(len(draw) == 2 for draw in draws)
     assert len({float(draw[number][0]) for draw in draws for number in (0, 1)}) == 8

@@ -41,11 +41,11 @@ class Told:
 def test_what_is_imported_is_imported_before_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
     bench = Bench(cast(Any, told), bench_options(TimingBench()), quiet=told.window)
-    bench._references = cast(Any, told)
+    bench.references = cast(Any, told)
     monkeypatch.setattr(CpuDevice, "stopwatch", lambda *_: told)
     monkeypatch.setattr(module, "ready", lambda: told.heard.append("imports"))
     clock = StageClock(itertools.count().__next__)
-    bench._measure(cast(Any, told), lambda: None, clock)
+    bench.measure(cast(Any, told), lambda: None, clock)
     clock.ends("timing")
     assert told.heard == ["twin", "imports", "prepare", "window opens", "run", "window closes", "close", "release"]
     parts = re.sub(r" [\d.]+ s", "", clock.reports[0].detail)

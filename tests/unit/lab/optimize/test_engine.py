@@ -26,7 +26,7 @@ def test_a_small_policy_that_a_run_has_made_is_used_from_the_cache(tmp_path: Pat
     cache = f"cache_path={tmp_path}"
     assert resolve("", "newest", [], [cache])[1].mode == "multi_turn", "nothing is made yet: the one that can refine"
     for mode in ("single_turn", "multi_turn"):
-        made = making._place(tmp_path, small_options(load(overrides=[f"mode={mode}"])))
+        made = making.place_of(tmp_path, small_options(load(overrides=[f"mode={mode}"])))
         made.mkdir()
         (made / making.MADE).touch()
         assert resolve("", "newest", [], [cache])[1].mode == mode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -70,8 +71,23 @@ def test_told_times_need_no_run(capsys: pytest.CaptureFixture[str]) -> None:
         (["--times", "bench=1", "--rollouts-per-hour", "-3"], "a rate above 0"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(words: list[str], cause: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_said_in_one_line(
+    words: list[str], cause: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where nobody has trained
     assert cli.main(["plan", *words]) == 2
     err = capsys.readouterr().err
     assert cause in err
     assert err.count("\n") == 1
+
+
+def test_what_is_recommended_is_told_gpu_by_gpu_with_all_who_share_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--model", "Qwen2.5-7B", "--gpus", "1", "--gpu", "h100"]) == 0
+    found = re.search(r"^# GPU 0: learner ([\d.]+) \+ sampler ([\d.]+) \+ timing_bench ([\d.]+) = ([\d.]+) GB$",
+                      capsys.readouterr().out, re.MULTILINE)  # fmt: skip
+    assert found is not None
+    parts = [float(found[n]) for n in (1, 2, 3)]
+    assert sum(parts) == pytest.approx(float(found[4]), abs=0.2)
+    assert float(found[4]) < 85
+    assert cli.main(["plan", "--model", "Qwen2.5-7B", "--gpus", "8", "--gpu", "h100"]) == 0
+    assert re.search(r"^# GPU 1 to 6: sampler [\d.]+ GB$", capsys.readouterr().out, re.MULTILINE)

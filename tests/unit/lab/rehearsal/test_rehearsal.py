@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import msgspec
@@ -10,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from kbrl_async.errors import UserError
+from kbrl_async.cli import main, rehearse
+from kbrl_async.errors import ConfigError, UserError
 from kbrl_async.kernels.answers.extraction import extract
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.lab.rehearsal import answers, model
@@ -81,6 +86,48 @@ def test_the_config_of_a_public_model_has_its_shape(name: str) -> None:
     assert shape_of(content) == KNOWN[name]
     assert content["architectures"][0].endswith("ForCausalLM")
     assert AutoConfig.for_model(**content).hidden_size == KNOWN[name].hidden
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ('{"model_type": "qwen2"', "can't be read"),
+        ("[1]", "can't be read"),
+        (json.dumps({"hidden_size": 64}), "is None"),
+    ],
+)
+def test_a_config_that_is_none_is_refused_before_anything_is_written(tmp_path: Path, text: str, cause: str) -> None:
+    (tmp_path / CONFIG).write_text(text)
+    with pytest.raises(ConfigError, match=cause):
+        model.describe(str(tmp_path), tmp_path / "made", TEXTS)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_stop_while_weights_are_made_leaves_none(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill(folder: Path, _: str) -> None:
+        (folder / "model-00001.safetensors").write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(9)
+
+    monkeypatch.setattr(rehearse, "fill", fill)
+    monkeypatch.setattr(rehearse.random_model, "describe", lambda _model, folder, _texts: folder.mkdir(parents=True))
+    monkeypatch.setattr(rehearse.preflight, "check", lambda _todo: None)
+    words = ["level=1", "device=cpu", "backend=c", f"cache_path={tmp_path}", f"log_path={tmp_path / 'runs'}"]
+    with pytest.raises(SystemExit, match="143"):
+        main(["rehearse", "--model", str(source), *words])
+    assert "stopped" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [("Traceback\nValueError: no such family\nUpdate with pip …", "ValueError: no such family"),
+     ("a.b.OutOfMemoryError: 2 GiB", "a.b.OutOfMemoryError: 2 GiB"), ("Killed", "Killed"), ("", "exit code 1")],
+)  # fmt: skip
+def test_the_line_that_names_the_exception_is_told(said: str, told: str) -> None:
+    assert rehearse.why(subprocess.CompletedProcess([], 1, "", said)) == told
 
 
 def test_a_vocabulary_that_can_t_spell_is_refused(source: Path, tmp_path: Path) -> None:

@@ -108,13 +108,13 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_named_by_data_is_read_from_the_run_folder_only(copy: Path, tmp_path: Path) -> None:
-    from kbrl_async.lab.report.kernels import _text
+    from kbrl_async.lab.report.kernels import text_in
 
     (tmp_path / "secret.py").write_text("a secret")
     (copy / "kernels" / "here.py").write_text("a kernel")
-    assert _text(copy, "kernels/here.py") == "a kernel"
-    assert _text(copy, "../secret.py") == ""
-    assert _text(copy, str(tmp_path / "secret.py")) == ""
+    assert text_in(copy, "kernels/here.py") == "a kernel"
+    assert text_in(copy, "../secret.py") == ""
+    assert text_in(copy, str(tmp_path / "secret.py")) == ""
 
 
 def test_a_pause_between_two_starts_stays_where_it_was() -> None:

@@ -31,6 +31,7 @@ _PRELUDE = r"""
 #define __global__ static
 #define __device__ static
 #define __shared__ static
+#define __align__(n) __attribute__((aligned(n)))
 struct dim { int x, y, z; };
 static dim threadIdx, blockIdx, blockDim, gridDim;
 struct alignas(16) float4 { float x, y, z, w; };

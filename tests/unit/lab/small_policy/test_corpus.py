@@ -58,7 +58,7 @@ def test_random_problems_never_equal_a_held_out_one_even_when_only_those_are_dra
 ) -> None:
     heldout, other = SPECS["L1/11_silu"], SPECS["L1/01_tanh"]
     draws = iter([heldout, heldout, other])
-    monkeypatch.setattr("kbrl_async.lab.small_policy.specs._draw", lambda rng: next(draws))
+    monkeypatch.setattr("kbrl_async.lab.small_policy.specs.draw_spec", lambda rng: next(draws))
     assert random_spec(random.Random(0)) is other
 
 
@@ -73,7 +73,7 @@ def test_no_problem_of_the_corpus_computes_what_a_held_out_one_does_whatever_its
 def test_a_held_out_problem_with_another_constant_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     near = RowReduce("mean", before=chain("tanh"), after=chain("scale:0.5"))  # of L2/15_tanh_mean_scale
     draws = iter([near, SPECS["L1/01_tanh"]])
-    monkeypatch.setattr("kbrl_async.lab.small_policy.specs._draw", lambda rng: next(draws))
+    monkeypatch.setattr("kbrl_async.lab.small_policy.specs.draw_spec", lambda rng: next(draws))
     assert random_spec(random.Random(0)) is SPECS["L1/01_tanh"]
 
 

@@ -15,6 +15,7 @@ from kbrl_async.learning.policies import versions
 from kbrl_async.learning.sft import SftReport
 from kbrl_async.runs import origins
 from kbrl_async.runs.config import Config, load
+from kbrl_async.weights import MADE
 from services.learner import policy
 from tests.models import SMALLER, tiny_model
 from tests.unit.services.log import Log
@@ -30,10 +31,10 @@ def makes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def make(folder: Path, options: Any, *_: Any) -> SftReport:
         report = SftReport(left.pop(0), 1.0, 1, 0.1)
         facts = {"report": report._asdict(), "options": {"sft": {"steps": STEPS}}}
-        (folder / origins.MADE).write_bytes(msgspec.json.encode(facts))
+        (folder / MADE).write_bytes(msgspec.json.encode(facts))
         return report
 
-    monkeypatch.setattr(making, "_make", make)
+    monkeypatch.setattr(making, "make_policy", make)
     return left
 
 
@@ -65,5 +66,5 @@ def test_a_whole_one_and_other_models_are_not_called_cut(makes: list[int], tmp_p
     makes.append(STEPS)
     assert origins.cut(making.ensure_small_policy(tmp_path, small_options(Config()))) == ""
     assert origins.cut("owner/name") == ""
-    (tmp_path / origins.MADE).write_text("[]")
+    (tmp_path / MADE).write_text("[]")
     assert origins.cut(tmp_path) == ""

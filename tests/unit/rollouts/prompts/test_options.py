@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -13,9 +15,10 @@ import torch
 from kbrl_async.errors import ConfigError
 from kbrl_async.kernels.backends import backend as load_backend
 from kbrl_async.kernels.backends import backends
+from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.small_policy.specs import SPECS
-from kbrl_async.rollouts.prompts import TokenBudget, extract, feedback_of, render_prompt, render_turn
+from kbrl_async.rollouts.prompts import TokenBudget, extract, feedback_of, hardware, render_prompt, render_turn
 from kbrl_async.rollouts.prompts.chat import PLAIN, chat_of
 from kbrl_async.rollouts.prompts.hardware import gpu_facts, of_cpu
 from protocols.records import Candidate, Fault, Verdict
@@ -149,6 +152,15 @@ def test_the_figures_of_a_gpu_are_those_of_its_driver() -> None:
     assert "132 SMs at 1980 MHz" in text
     assert "80 GiB of memory at 3352 GB/s" in text
     assert "227 KiB of shared memory" in text
+
+
+def test_a_host_without_a_driver_or_with_a_sick_one_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(device=lambda index: (index, "GPU", 2 << 30), device_attribute=lambda which, device: which)
+    monkeypatch.setattr(hardware, "driver", lambda: gpu)
+    assert hardware.of_gpu().startswith("GPU: GPU, compute capability 75.76, 16 SMs")
+    for error in (OSError("no library"), CudaError("cuInit", 100, "CUDA_ERROR_NO_DEVICE")):
+        monkeypatch.setattr(gpu, "device", Mock(side_effect=error))
+        assert hardware.of_gpu() == ""
 
 
 def test_the_figures_of_a_cpu_are_those_of_proc_and_sys(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -281,19 +279,7 @@ def test_without_a_deadline_no_slow_group_is_ever_dropped_and_the_run_ends(
 
 
 def state(book: RolloutBuffer) -> object:
-    return (
-        {g: dataclasses.asdict(v) for g, v in book._groups.items()},
-        book.counts,
-        book.reasons,
-        book.version,
-        book._batches,
-        book._next_group,
-        book._next_batch,
-        book._hold,
-        book._failures,
-        book._benched,
-        book.is_finished,
-    )
+    return msgspec.to_builtins(book.state())
 
 
 class BookMachine(RuleBasedStateMachine):
@@ -413,7 +399,8 @@ def test_a_running_mean_compares_with_the_problems_past_and_is_the_same_after_a_
 
     assert play([0.0, 1.0]) == pytest.approx([-0.5, 0.5])
     assert play([1.0, 0.8]) == pytest.approx([0.5, 0.3])
-    assert RolloutBuffer.replay(options, events)._running == book._running == {"L1/a": {0: pytest.approx(0.62)}}
+    assert RolloutBuffer.replay(options, events).state().running == book.state().running
+    assert book.state().running == {"L1/a": {0: pytest.approx(0.62)}}
 
 
 def imitate(baseline: str, *groups: list[float]) -> tuple[RolloutBuffer, list[list[float]]]:

@@ -63,6 +63,7 @@ def test_verifiers_share_a_gpu_on_which_nobody_times_where_there_is_one(placemen
     assert at == {gpu}
     assert (bench == gpu) is (placement in ("one_gpu", "learner_apart"))
     assert misfit(config, H100) == ""
+    assert ranges(config)["verifier.3"] == gpu
     if placement == "split":
         assert misfit(config, H100[:4]).endswith("+ 1 for verifiers), and this machine has 4")
 

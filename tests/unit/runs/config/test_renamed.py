@@ -13,7 +13,7 @@ import yaml
 from kbrl_async.errors import ConfigError
 from kbrl_async.runs.config import KEYS, Config, config_hash, load
 from kbrl_async.runs.config.keys import flat
-from kbrl_async.runs.config.loading import CHANGEABLE, _warn
+from kbrl_async.runs.config.loading import CHANGEABLE, warn_once
 from kbrl_async.runs.config.names import RENAMED
 from kbrl_async.runs.folder import load_run, plan, prepare
 
@@ -30,7 +30,7 @@ OLD = {new: old for old, new in RENAMED.items()}
 
 @pytest.fixture(autouse=True)
 def nothing_said_before() -> None:
-    _warn.cache_clear()
+    warn_once.cache_clear()
 
 
 def by_old_names(config: Config) -> str:

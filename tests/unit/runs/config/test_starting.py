@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from kbrl_async.errors import CheckpointError
 from kbrl_async.runs.config import Config, load, to_yaml
+from kbrl_async.weights import MADE
 
 HOW = ["backend=cpp", "max_tokens=77", "prompt.hardware=false"]
 
@@ -67,6 +69,24 @@ def test_a_run_without_a_policy_says_so(run: Path) -> None:
     make_run(run.parent / "new")
     with pytest.raises(CheckpointError, match=r"runs/new holds no policy yet \(command line\)"):
         load(overrides=["model_name=runs/new"])
+
+
+@pytest.mark.parametrize("option", ["compact", "zero_shot"])
+def test_a_folder_of_the_small_policy_is_asked_as_it_was_taught(tmp_path: Path, option: str) -> None:
+    facts = {"options": {"prompt_option": option, "backend": "cuda-nvrtc"}}
+    (tmp_path / MADE).write_text(json.dumps(facts))
+    config = load(overrides=[f"model_name={tmp_path}"])
+    assert (config.prompt_option, config.backend) == (option, "cuda-nvrtc")
+    own = load(overrides=[f"model_name={tmp_path}", "prompt.option=one_shot", "backend=c"])
+    assert (own.prompt_option, own.backend) == ("one_shot", "c"), "what is said oneself wins"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"options": 3}', '{"options": {"prompt_option": null, "backend": 1}}']
+)
+def test_a_file_that_says_nothing_of_teaching_changes_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / MADE).write_text(text)
+    assert load(overrides=[f"model_name={tmp_path}"]) == Config(model_name=str(tmp_path))
 
 
 def test_a_model_s_folder_is_no_run(run: Path, tmp_path: Path) -> None:

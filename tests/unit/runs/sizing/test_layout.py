@@ -11,7 +11,7 @@ from kbrl_async.errors import HostError, UserError
 from kbrl_async.runs.config import Config, load
 from kbrl_async.runs.config.placement import Gpu
 from kbrl_async.runs.sizing.footprint import GB
-from kbrl_async.runs.sizing.layout import Wish, as_tree, capacity_of, check, misfit, recommend
+from kbrl_async.runs.sizing.layout import Wish, as_tree, capacity_of, check, misfit, recommend, tenants
 from kbrl_async.shapes import KNOWN
 
 H100, H200 = Gpu("0", "NVIDIA H100", 79.2), Gpu("0", "NVIDIA H200", 140.0)
@@ -40,6 +40,14 @@ def test_a_sampler_that_holds_copies_in_fp32_is_named() -> None:
     assert why is not None
     assert "sampler.1" in why.cause
     assert "sampler.engine=vllm" in why.cure
+
+
+def test_verifiers_take_room_where_they_are_placed() -> None:
+    asked = config("model_name=Qwen2.5-7B", "lora_rank=32", "placement=split", "processes.verifier=2", "backend=triton")
+    at = {tenant.name: tenant.gpus for tenant in tenants(asked, KNOWN["Qwen2.5-7B"], 80 * GB)}
+    assert [at[name] for name in ("sampler.1", "timing_bench.2", "verifier.1", "verifier.2")] == [
+        range(1, 2), range(3, 4), range(4, 5), range(4, 5),
+    ]  # fmt: skip
 
 
 def test_a_run_on_the_cpu_is_held_against_the_hosts_memory() -> None:

@@ -156,7 +156,7 @@ def test_a_file_that_is_rotated_or_cut_short_loses_nothing_and_repeats_nothing(t
 
 
 def test_the_place_to_follow_from_is_the_end_of_the_last_whole_line(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(log_reading, "_BLOCK", 7)
+    monkeypatch.setattr(log_reading, "BLOCK", 7)
     path = tmp_path / "a.jsonl"
     for content, end in ((b"", 0), (b"no end", 0), (b"line\n", 5), (b"line\nhalf of the next one", 5)):
         path.write_bytes(content)

@@ -84,7 +84,7 @@ def test_text_that_is_no_unicode_is_still_logged(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_fails_no_task(capsys: pytest.CaptureFixture[str]) -> None:
-    full = logs._LogFile(Path("/dev/full"))
+    full = logs.LogFile(Path("/dev/full"))
     full.write(b"line\n")
     assert capsys.readouterr().err == "log line not written: No space left on device\n"
 
@@ -147,7 +147,7 @@ def test_telemetry_needs_no_torch() -> None:
 
 def test_a_full_log_is_set_aside_and_who_still_writes_to_it_notices(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "broker.1.jsonl"
-    one, other = logs._LogFile(path, 6400), logs._LogFile(path, 6400)
+    one, other = logs.LogFile(path, 6400), logs.LogFile(path, 6400)
     line = b"x" * 99 + b"\n"
     for _ in range(400):
         one.write(line)
@@ -160,12 +160,11 @@ def test_a_full_log_is_set_aside_and_who_still_writes_to_it_notices(tmp_path: Pa
 
 def test_a_log_file_closes_though_the_interpreter_is_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python clears a module's names before it forgets its objects."""
-    file = logs._LogFile(tmp_path / "x.jsonl")
-    descriptor = file._fd
+    file = logs.LogFile(tmp_path / "x.jsonl")
+    descriptor = file.fileno()
     with monkeypatch.context() as patch:
         patch.setattr(logs, "os", None)
         file.__del__()
-    file._fd = -1
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 

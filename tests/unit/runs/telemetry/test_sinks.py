@@ -101,15 +101,17 @@ def sent_to(sink: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow_has_the_figures_and_a_continued_run_goes_on_in_its_own(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow", reason="the extra kbrl-async[mlflow] is not installed")
+    mlflow = pytest.importorskip("mlflow", reason="the extra kbrl-async[mlflow] is not installed")
     uri, run = f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "default"
     sent_to(Mlflow(uri, run, {"batch_size": 4}))
     again = Mlflow(uri, run, {"batch_size": 4})
     again.send("training", {"reward/mean": 0.75}, 3)
     again.close()
-    history = again._client.get_metric_history(again._run, "training/reward/mean")
+    client = mlflow.MlflowClient(uri)
+    (found,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    history = client.get_metric_history(found.info.run_id, "training/reward/mean")
     assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.5), (3, 0.75)]
-    assert again._client.get_run(again._run).data.params == {"batch_size": "4"}
+    assert found.data.params == {"batch_size": "4"}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -63,5 +63,5 @@ def test_it_is_in_the_summary_and_on_its_screen() -> None:
     content = summary.build(counters=counters, answers=tally(40, 30).answers(), wall_s=1.0, busy={})
     assert [part["share"] for part in content["stale_by_length"]] == [0.0, 0.0, 0.0, 1.0]
     assert "Raise hold_s" in content["stale_warning"]
-    rows = summary._run_table(content).columns
+    rows = summary.run_table(content).columns
     assert "warning" in list(rows[0].cells)

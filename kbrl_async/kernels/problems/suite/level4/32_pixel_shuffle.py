@@ -11,8 +11,8 @@ class Model(nn.Module):
 
 
 cols = 32  # gpu: 64
-few = 2  # gpu: 16
-many = 8  # gpu: 128
+few = 2  # gpu: 256
+many = 8  # gpu: 1024
 WORKLOADS = [{"shape": {"rows": few}, "weight": 3}, {"shape": {"rows": many}}]
 FREE_SHAPES = {"rows": (1, 16)}
 

@@ -3,8 +3,9 @@
 ::
 
     confine ─▶ allocator ─▶ CUDA context ─▶ seccomp ─▶ Map: the arena ─▶ Record: candidate ─▶ Recorded ─▶ Record …
-    Record: constructor, weights ─▶ forward twice (tuning, lazy parts) ─▶ image: what is alive ─▶ forward captured over
-            each slot ─▶ read into a `Recording` ─▶ one graph launched here: is it what forward does? ─▶ all dropped
+    Record: constructor, weights ─▶ forward twice (tuning, lazy parts; a long one once, where the order is brief) ─▶
+            image: what is alive ─▶ forward captured over each slot ─▶ read into a `Recording` ─▶ one graph launched
+            here: is it what forward does? (not of a long one) ─▶ all dropped
 
 Nothing that it writes is believed. What a candidate leaves behind in here can spoil the recording of a later one;
 then it is recorded again by itself (see `session`). Here no fault is anybody's: what can't be recorded is judged
@@ -20,6 +21,7 @@ import gc
 import os
 import socket
 import sys
+import time
 from typing import Any
 
 import msgspec
@@ -30,6 +32,7 @@ from kbrl_async.kernels.cuda_driver import CudaError, driver
 from kbrl_async.kernels.sandbox import Isolation, gpu
 from kbrl_async.kernels.verify import compare, recording, values, wire
 from kbrl_async.kernels.verify.cpu import runner
+from kbrl_async.kernels.verify.cuda import own_graphs
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, BASE, WINDOW, DeviceArena
 from kbrl_async.kernels.verify.cuda.capture import thread_stream
 from kbrl_async.kernels.verify.cuda.record import allocator
@@ -37,7 +40,8 @@ from kbrl_async.kernels.verify.cuda.record.forward import Scribe, TorchForward, 
 from kbrl_async.kernels.verify.cuda.record.graph import Graphs, NotRecordable
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
 from kbrl_async.kernels.verify.cuda.record.machine_code import MachineCode
-from kbrl_async.kernels.verify.cuda.runner import CudaRunner
+from kbrl_async.kernels.verify.cuda.record.own_graphs import OwnGraphs
+from kbrl_async.kernels.verify.cuda.runner import CudaRunner, begin_gradients, telling
 from kbrl_async.kernels.verify.memory import whole
 
 MAX_BYTES = 12 << 20
@@ -47,6 +51,8 @@ _FIRST_FD = 256
 _POISON, _OTHER = 0x7F, 0x3C
 _MAX_REASON = 400
 _WARM_BYTES = 256 << 20
+_LONG_S = 5e-3
+"""A forward that takes so long is called no more often than it has to be, where the order is to be brief."""
 _WARM = """
 import torch
 
@@ -67,8 +73,9 @@ def get_init_inputs():
 def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
     """Entry of the child. `payload` is a device."""
     runner.mute()
-    recorder = Recorder(channel, torch.device(payload.decode()))
-    isolation = gpu.finish(isolation)
+    with telling(channel):
+        recorder = Recorder(channel, torch.device(payload.decode()))
+        isolation = gpu.finish(isolation)
     channel.send(wire.encode(wire.Confined(isolation.level, isolation.missing)))
     recorder.serve()
 
@@ -78,9 +85,11 @@ class Recorder:
         self._channel, self._device, self._heap = channel, device, Heap()
         self._arena: DeviceArena | None = None
         self._is_capturing = False
+        self._own: OwnGraphs | None = None
         self._next_fd = _FIRST_FD
         allocator.install(self._heap, self._waits_for_device)
         torch.cuda.set_device(device)
+        begin_gradients()
         self._driver = driver()
         self._driver.call("cuCtxSynchronize")
         self._driver.reserve(WINDOW, BASE)  # between two arenas, the driver would give the addresses to others
@@ -111,7 +120,7 @@ class Recorder:
         self._channel.send(wire.encode(wire.Ready()))
 
     def _waits_for_device(self) -> bool:
-        return not self._is_capturing and self._driver.succeeds("cuCtxSynchronize")
+        return not self._is_capturing and not self._heap.is_pooled and self._driver.succeeds("cuCtxSynchronize")
 
     def serve(self) -> None:
         while True:
@@ -121,7 +130,8 @@ class Recorder:
             data, fds = whole(data, fds)
             order = wire.decode_recorder_order(data)
             if isinstance(order, wire.Map):
-                self._map(fds[0], order.size)
+                with telling(self._channel):
+                    self._map(fds[0], order.size)
             elif not self._record(order, fds):
                 return
 
@@ -147,7 +157,7 @@ class Recorder:
         except NotRecordable as refusal:
             return recording.Recording(refused=str(refusal)[:_MAX_REASON])
         except BaseException as error:
-            return recording.Recording(refused=_reason(error))
+            return recording.Recording(refused=reason_of(error))
 
     def _of(self, order: wire.RecordForward, fds: list[int]) -> recording.Recording:
         assert self._arena is not None, "the arena comes first"
@@ -159,40 +169,59 @@ class Recorder:
         setup = msgspec.structs.replace(order.setup, artifacts=paths)
         arena = self._arena
         given = arena.raw[end:] if order.weights else None
+        code = MachineCode(self._driver, list(paths.values()))
+        scribe = Scribe(Graphs(self._driver), self._heap, BASE, arena.size, code)
+        self._own = scribe.own
+        own_graphs.install(scribe.own)
         candidate = _Candidate(self._channel, setup, fds[:weights], self._device, given)
         self._fill([(BASE + end, BASE + arena.size)], _POISON)
         candidate.slots = [values.restore(order.tree, [arena.view(meta) for meta in slot]) for slot in order.slots]
-        code = MachineCode(self._driver, list(paths.values()))
-        return self._written(candidate, Scribe(Graphs(self._driver), self._heap, BASE, arena.size, code), order.start)
+        return self._written(candidate, scribe, order)
 
     def _path(self, fd: int) -> str:
         """A name that no earlier artifact had: loaders know shared objects by their names."""
         self._next_fd += 1
         return f"/proc/self/fd/{fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, self._next_fd)}"
 
-    def _written(self, candidate: _Candidate, scribe: Scribe, start: int) -> recording.Recording:
-        candidate.forward(0)
-        self._settle()
+    def _written(self, candidate: _Candidate, scribe: Scribe, order: wire.RecordForward) -> recording.Recording:
         inputs: list[torch.Tensor] = []
         values.flatten(candidate.slots[0], inputs)
         given = [tensor.clone() for tensor in inputs]
-        self._fill(self._heap.free, _POISON)  # what forward does not write is the same below, where it is done again
-        expected = [tensor.clone() for tensor in candidate.forward(0)]
-        for tensor, before in zip(inputs, given, strict=True):
-            tensor.copy_(before)
-        self._settle()
+
+        def called() -> list[torch.Tensor]:
+            outputs = candidate.forward(0)
+            self._driver.call("cuCtxSynchronize")
+            return outputs
+
+        def settle() -> None:
+            _copy(given, inputs)
+            self._settle()
+
+        begun = time.perf_counter()
+        expected = [tensor.clone() for tensor in called()]
+        is_brief = order.is_brief and not scribe.own.count and time.perf_counter() - begun > _LONG_S
+        settle()
+        if scribe.own.count:
+            for slot in range(1, len(candidate.slots)):
+                candidate.forward(slot)  # some keep a graph for each address of an input
+            settle()
+        if not is_brief:  # into the same memory, so that what is captured lies in the same places either way
+            self._fill(self._heap.free, _POISON)  # what forward does not write is the same where it is done again
+            _copy(called(), expected)
+            settle()
         ours = frozenset(tensor.data_ptr() for tensor in (*given, *expected))
         image = [(begin - BASE, end - BASE) for begin, end in self._heap.live(but=ours)]
         captured = self._captured(candidate, scribe)
         forwards = [scribe.write(one) for one in captured]
         used = self._heap.used - BASE
-        lasting = [(0, start), *image]
+        lasting = [(0, order.start), *image]
         own = [
             tensor
             for tensor, meta in zip(captured[0].outputs, forwards[0].outputs, strict=True)
             if not any(begin <= meta.place < end for begin, end in lasting)
         ]
-        if not _does_the_same(captured[0], own, expected) and not self._reads_what_nobody_wrote(candidate, expected):
+        is_same = is_brief or _does_the_same(captured[0], own, expected)
+        if not is_same and not self._reads_what_nobody_wrote(candidate, expected):
             raise NotRecordable("a replay gives another result: it launches on a stream of its own, or acts by phase")
         return recording.Recording(forwards, image, used)
 
@@ -242,6 +271,8 @@ class Recorder:
             sys.modules["triton"].set_allocator(_refuse_scratch)
         _reset(self._flags)
         try:
+            if self._own is not None:
+                self._own.close()
             gc.collect()
             gc.freeze()  # what libraries have made lately lasts: looked through each time, it costs 25 ms
             self._driver.call("cuCtxSynchronize")
@@ -278,14 +309,20 @@ def _refuse_scratch(size: int, alignment: int, stream: int | None) -> Any:
     raise RuntimeError("this kernel needs memory while it runs: call triton.set_allocator")
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """In one line; the driver's advice left out."""
     first = next(iter(str(error).strip().splitlines()), "")
     if "prepare for replay" in str(error):
-        return "it replays a CUDA graph of its own"
+        return "it replays a CUDA graph of its own by other ways than torch.cuda.CUDAGraph"
     if "captur" in str(error).lower():
         first = f"it waits for the device, reads from it, or launches where no graph sees it ({first})"
     return f"{type(error).__name__}: {first}"[:_MAX_REASON]
+
+
+def _copy(tensors: list[torch.Tensor], to: list[torch.Tensor]) -> None:
+    """In a function of its own: a name that still stands for one of them would keep its memory."""
+    for tensor, place in zip(tensors, to, strict=True):
+        place.copy_(tensor)
 
 
 def _does_the_same(captured: TorchForward, own: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:

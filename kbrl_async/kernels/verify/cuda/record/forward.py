@@ -4,6 +4,7 @@
 
     forward(slot) under capture and `Watch` ─▶ graph of the driver, operators with their nodes ─▶ [Node]
         memset, copy: as they are · kernels of an operator: the operator · other kernels: its own, or Refused
+        a graph of its own that it replays: its nodes, in this way
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import torch
 
 from kbrl_async.kernels.cuda_driver import KERNEL, MEMSET
 from kbrl_async.kernels.verify import recording, values, wire
+from kbrl_async.kernels.verify.cuda.capture import leave_capture
+from kbrl_async.kernels.verify.cuda.own_graphs import PLAIN
 from kbrl_async.kernels.verify.cuda.record.graph import Graphs, NotRecordable, Raw
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
 from kbrl_async.kernels.verify.cuda.record.machine_code import MachineCode
 from kbrl_async.kernels.verify.cuda.record.operators import OperatorSpan, Watch
+from kbrl_async.kernels.verify.cuda.record.own_graphs import Inside, OwnGraphs
 
 MAX_NODES = 20_000
 
@@ -35,6 +39,8 @@ class TorchForward(msgspec.Struct):
     outputs: list[torch.Tensor]
     taken: list[tuple[int, int]] = []
     """(address, bytes) of all memory that it took, its outputs among it."""
+    inside: dict[int, Inside] = {}
+    """Graphs of its own that it replays, by the number of their node."""
 
 
 def are_apart(forwards: list[TorchForward]) -> bool:
@@ -59,26 +65,28 @@ class Scribe:
         self._graphs, self._heap, self._code = graphs, heap, code
         self._base, self._size = base, size
         self._kept: dict[int, int] | None = None
+        self.own = OwnGraphs(graphs, heap, self.place)
 
     def capture(self, forward: Callable[[], Any]) -> TorchForward:
         """:raises Refused: and whatever `forward` raises when it is captured."""
-        graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
+        graph, stream = PLAIN(keep_graph=True), torch.cuda.current_stream()
         graph.capture_begin(capture_error_mode="thread_local")
         self._heap.part(self._kept)  # by now: the first graph of a process takes memory for itself, the others don't
         try:
-            handle = self._graphs.captured_on(torch.cuda.current_stream().cuda_stream)
+            handle = self._graphs.captured_on(stream.cuda_stream)
             watch = Watch(lambda: self._graphs.count(handle), self.place, self._heap)
-            with watch:
+            with self.own.recorded() as inside, watch:
                 result = forward()
             outputs: list[torch.Tensor] = []
             tree = values.flatten(result, outputs)
+            graph.capture_end()
         except BaseException:
             with contextlib.suppress(RuntimeError):
+                torch.cuda.set_stream(stream)  # `torch.cuda.graph` leaves its own behind where it may not begin
                 graph.capture_end()
-            _leave_capture()
+            leave_capture()
             raise
-        graph.capture_end()
-        return TorchForward(graph, watch.steps, tree, outputs, list(self._heap.trail))
+        return TorchForward(graph, watch.steps, tree, outputs, list(self._heap.trail), inside)
 
     def learn(self, captured: TorchForward | None) -> None:
         """Which of the blocks that a forward takes are outputs: all forwards are expected to take the same. None: they
@@ -93,10 +101,11 @@ class Scribe:
 
     def write(self, captured: TorchForward) -> recording.Forward:
         """:raises Refused: what can't be done again from data."""
-        raws = self._graphs.read(captured.graph.raw_cuda_graph())
+        known = {place: own.handle for place, own in captured.inside.items()}
+        raws = self._graphs.read(captured.graph.raw_cuda_graph(), known)
         if len(raws) > MAX_NODES:
             raise NotRecordable(f"forward consists of {len(raws)} steps, more than {MAX_NODES}")
-        owners = _owners(raws, captured.steps)
+        owners = _owners(raws, _all_steps(captured))
         numbers: dict[int, int] = {}
         nodes: list[recording.Node] = []
         for place, raw in enumerate(raws):
@@ -170,21 +179,22 @@ class Scribe:
         return address - self._base
 
 
-def _leave_capture() -> None:
-    """A capture that breaks leaves torch's random generator as if it went on, for every later candidate; one that ends
-    does not.
-    """
-    empty: Any = torch.cuda.CUDAGraph()
-    with contextlib.suppress(RuntimeError):
-        empty.capture_begin(capture_error_mode="thread_local")
-        empty.capture_end()
+def _all_steps(captured: TorchForward) -> list[OperatorSpan]:
+    """Those in graphs of its own among them."""
+    return captured.steps + [
+        msgspec.structs.replace(step, within=place) for place, own in captured.inside.items() for step in own.steps
+    ]
 
 
 def _owners(raws: list[Raw], steps: list[OperatorSpan]) -> dict[int, tuple[OperatorSpan, list[int]]]:
     """The operator of each node that one made, and all of its nodes; what only fills or copies stands for itself."""
     owners: dict[int, tuple[OperatorSpan, list[int]]] = {}
     for step in steps:
-        made = [number for number, raw in enumerate(raws) if step.first <= raw.place < step.last]
+        made = [
+            number
+            for number, raw in enumerate(raws)
+            if step.first <= raw.place < step.last and raw.within == step.within
+        ]
         if any(raws[number].kind == KERNEL for number in made):
             owners.update(dict.fromkeys(made, (step, made)))
     return owners

@@ -4,17 +4,22 @@ each waits for.
 ::
 
     graph of the driver ─ read ─▶ [Raw(kind, after, …)]      child graphs and empty nodes are gone, their edges are not
+
+The driver copies a graph that becomes a child; who knows which one it was has the original read, because only there
+operators know their nodes by number.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from kbrl_async.kernels.cuda_driver import CHILD, EMPTY, KERNEL, MEMCPY, MEMSET, Driver
 
+_ACTIVE = 1
 _PROGRAMMATIC = 1
 _NAMES = {3: "a call of the host", 6: "a wait for an event", 7: "a record of an event", 10: "an allocation"}
 _NAMES |= {11: "a release of memory", 13: "a node that depends on values"}
@@ -24,6 +29,8 @@ _COOPERATIVE, _CLUSTER, _ACCESS_POLICY_WINDOW = 2, 4, 1
 _CARVEOUT = 9
 _LOWEST, _HIGHEST = 1 << 32, 1 << 48
 """Where addresses of a device or of pinned memory can lie."""
+
+_NONE: Mapping[int, Callable[[], int]] = {}
 
 
 class NotRecordable(Exception):  # noqa: N818 - an answer, not an error
@@ -39,7 +46,9 @@ class Raw(msgspec.Struct, frozen=True):
     is_serialized: bool = False
     """It may begin before the kernel before it has ended."""
     place: int = 0
-    """Number of the node of the captured graph itself that it is, or lies in."""
+    """Number of the node that it is, or lies in, of the captured graph itself or of a known child."""
+    within: int = -1
+    """Number of that child's node; -1: it lies in none."""
 
 
 class KernelLaunch(msgspec.Struct, frozen=True):
@@ -119,25 +128,46 @@ class Graphs:
         self._driver, self._call = driver, driver.call
 
     def captured_on(self, stream: int) -> int:
-        """The graph that `stream` is being captured into."""
+        """The graph that `stream` is being captured into; 0: into none, and then the driver leaves the rest unsaid."""
         status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
         given = (ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph))
         self._call("cuStreamGetCaptureInfo_v2", stream, *given, None, None)
-        return int(graph.value or 0)
+        return int(graph.value or 0) if status.value == _ACTIVE else 0
 
     def count(self, graph: int) -> int:
         number = ctypes.c_size_t()
         self._call("cuGraphGetNodes", graph, None, ctypes.byref(number))
         return number.value
 
-    def read(self, graph: int) -> list[Raw]:
-        """:raises Refused: it holds what can't be written down."""
+    def insert(self, stream: int, child: int) -> int:
+        """The work of `child` as what is captured next on `stream`; the number of its node."""
+        graph, after, node = self.captured_on(stream), self._driver.dependencies(stream), ctypes.c_void_p()
+        place, array = self.count(graph), (ctypes.c_void_p * max(1, len(after)))(*after)
+        self._call("cuGraphAddChildGraphNode", ctypes.byref(node), graph, array, len(after), child)
+        self._driver.set_dependencies(stream, [int(node.value or 0)])
+        return place
+
+    def read(self, graph: int, known: Mapping[int, Callable[[], int]] | None = None) -> list[Raw]:
+        """`known`: which graphs its nodes with these numbers are copies of.
+
+        :raises NotRecordable: it holds what can't be written down.
+        """
         found: list[Raw] = []
-        self._unroll(graph, (), found, None)
+        self._unroll(graph, (), found, known=known or {})
         return found
 
-    def _unroll(self, graph: int, before: tuple[int, ...], found: list[Raw], inside: int | None) -> tuple[int, ...]:
-        """Appends the nodes of `graph`, which wait for `before`; the numbers of its last ones."""
+    def _unroll(
+        self,
+        graph: int,
+        before: tuple[int, ...],
+        found: list[Raw],
+        inside: int | None = None,
+        within: int = -1,
+        known: Mapping[int, Callable[[], int]] = _NONE,
+    ) -> tuple[int, ...]:
+        """Appends the nodes of `graph`, which wait for `before`; the numbers of its last ones. `inside`: the number of
+        the node that all of it counts as.
+        """
         edges = self._edges(graph)
         ends: dict[int, tuple[int, ...]] = {}
         is_last = dict[int, bool]()
@@ -150,14 +180,16 @@ class Graphs:
             for earlier, _ in given:
                 is_last[earlier] = False
             is_last[node] = True
-            if kind == CHILD:
+            if kind == CHILD and place in known:
+                ends[node] = self._unroll(known[place](), after, found, within=place)
+            elif kind == CHILD:
                 child = self._value("cuGraphChildGraphNodeGetGraph", ctypes.c_void_p, node)
-                ends[node] = self._unroll(child, after, found, place if inside is None else inside)
+                ends[node] = self._unroll(child, after, found, place if inside is None else inside, within)
             elif kind == EMPTY:
                 ends[node] = after
             elif kind in (KERNEL, MEMCPY, MEMSET):
                 serialized = any(how == _PROGRAMMATIC for _, how in given)
-                found.append(Raw(node, kind, after, serialized, place if inside is None else inside))
+                found.append(Raw(node, kind, after, serialized, place if inside is None else inside, within))
                 ends[node] = (len(found) - 1,)
             else:
                 raise NotRecordable(f"its graph holds {_NAMES.get(kind, f'a node of type {kind}')}")

@@ -3,6 +3,7 @@
 ::
 
     begin(start, end) ─▶ take, give … ─▶ settle (the device is idle) ─▶ live(): what lasts from call to call
+                         └ enter(pool) … enter(None): memory of a graph of the candidate's own
 
 In Python and not in C: a host that benches needs no compiler for it, nothing is timed where it runs, and one call costs
 two microseconds.
@@ -11,6 +12,7 @@ Invariants
 * Two live blocks never overlap, and none reaches outside of `begin`'s stretch.
 * What was given back on one stream is taken again on that stream only, until `settle`: work that was submitted on it
   may still read the block.
+* What was taken for a pool is taken again for that pool only: a graph that was captured over it uses it in each replay.
 """
 
 from __future__ import annotations
@@ -40,6 +42,10 @@ class Heap:
         self.trail: list[tuple[int, int]] = []
         """(address, bytes asked for) of all that was taken since `part`."""
         self._kept: dict[int, int] = {}
+        self._pool: int | None = None
+        self._owners: dict[tuple[int, int], int] = {}
+        """(pool, stream) → what stands for it where a stream would."""
+        self._pooled: list[_Free] = []
         self.used = 0
         """End of the highest block since `begin`."""
         self.log: list[tuple[int, int]] | None = None
@@ -54,7 +60,17 @@ class Heap:
         if any(address < start or stop > end for address, (stop, _) in self._live.items()):
             raise ValueError("memory that an earlier candidate holds lies where the next one's inputs go")
         self._stretch, self.used, self.log = (start, end), start, None
+        self._pool, self._owners, self._pooled = None, {}, []
         self.settle()
+
+    def enter(self, pool: int | None) -> None:
+        """What is taken from now on is that pool's; None: nobody's."""
+        self._pool = pool
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether a graph of the candidate's own is being captured."""
+        return self._pool is not None
 
     def forget(self) -> None:
         """Whatever is alive is nobody's any more: its memory goes."""
@@ -63,8 +79,8 @@ class Heap:
 
     @property
     def left_bytes(self) -> int:
-        """What earlier candidates left behind."""
-        return sum(self._live[address][0] - address for address in self._left & self._live.keys())
+        """What candidates left behind, once the last one is done with."""
+        return sum(end - address for address, (end, _) in self._live.items())
 
     def take(self, size: int, stream: int) -> int:
         """Address of a new block; 0 where there is no room, and for no bytes."""
@@ -72,9 +88,13 @@ class Heap:
             return 0
         rounded = -(-size // ALIGNMENT) * ALIGNMENT
         is_kept = self._kept.get(len(self.trail)) == size
+        if self._pool is not None:
+            stream = self._owners.setdefault((self._pool, stream), _ANY - 1 - len(self._owners))
         begin = self._cut(rounded, stream, self._untouched() if is_kept else self._free)
         if not begin:
             return 0
+        if self._pool is not None and not any(at <= begin < end for at, end, _ in self._pooled):
+            self._pooled.append((begin, begin + rounded, stream))
         self._live[begin] = (begin + rounded, stream)
         self._touched.append((begin, begin + rounded))
         self.trail.append((begin, size))
@@ -103,17 +123,13 @@ class Heap:
 
     def _untouched(self) -> list[_Free]:
         """What is free and was not taken since `settle`."""
-        left, at = [], self._stretch[0]
         taken = [*((address, found[0]) for address, found in self._live.items()), *self._touched]
-        for begin, end in [*sorted(taken), (self._stretch[1],) * 2]:
-            if begin > at:
-                left += [
-                    (max(at, start), min(begin, stop), owner)
-                    for start, stop, owner in self._free
-                    if max(at, start) < min(begin, stop)
-                ]
-            at = max(at, end)
-        return left
+        return [
+            (max(begin, start), min(end, stop), owner)
+            for begin, end in _between(taken, *self._stretch)
+            for start, stop, owner in self._free
+            if max(begin, start) < min(end, stop)
+        ]
 
     def give(self, address: int) -> None:
         """Back again; an address that was never given out is nobody's."""
@@ -146,11 +162,14 @@ class Heap:
 
     def _free_all_but(self, more: list[tuple[int, int]]) -> None:
         """What is alive isn't free either."""
-        self._free, (at, end) = [], self._stretch
-        for begin, stop in sorted([*((address, found[0]) for address, found in self._live.items()), *more]):
-            self._add((at, begin, _ANY))
-            at = max(at, stop)
-        self._add((at, end, _ANY))
+        self._free = []
+        live = [(address, found[0]) for address, found in self._live.items()]
+        pooled = [(begin, end) for begin, end, _ in self._pooled]
+        for begin, end in _between([*live, *more, *pooled], *self._stretch):
+            self._add((begin, end, _ANY))
+        for begin, end, owner in self._pooled:
+            for part in _between([*live, *more], begin, end):
+                self._add((*part, owner))
 
     @property
     def free(self) -> list[tuple[int, int]]:
@@ -161,6 +180,12 @@ class Heap:
     def empty(self) -> list[tuple[int, int]]:
         """Begin and end of all that is free, used before or not."""
         return [(begin, end) for begin, end, _ in self._free]
+
+    def passing(self, log: list[tuple[int, int]], results: set[int]) -> list[tuple[int, int]]:
+        """Of what an operator has taken: its results, and what it has given back. What else it keeps is a library's, as
+        its workspace is for a stream that it had not seen.
+        """
+        return [(address, size) for address, size in log if address in results or address not in self._live]
 
     def live(self, but: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
         """Begin and end of what was taken since `begin` and is alive, joined where blocks touch; without `but`."""
@@ -185,3 +210,19 @@ class Heap:
             place -= 1
             begin = self._free.pop(place)[0]
         self._free.insert(place, (begin, end, stream))
+
+
+def _between(taken: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
+    """The stretches from `begin` to `end` that none of these covers.
+
+    >>> _between([(2, 4), (6, 9)], 3, 8)
+    [(4, 6)]
+    """
+    left, at = [], begin
+    for start, stop in sorted(taken):
+        if start > at:
+            left.append((at, min(start, end)))
+        at = max(at, stop)
+        if at >= end:
+            return left
+    return [*left, (at, end)]

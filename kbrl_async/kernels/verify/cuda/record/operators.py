@@ -30,6 +30,8 @@ class OperatorSpan(msgspec.Struct, frozen=True):
     tensors: list[wire.TensorMeta]
     results: list[wire.TensorMeta]
     allocations: list[tuple[int, int]]
+    within: int = -1
+    """As `graph.Raw` says."""
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
@@ -49,10 +51,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         if op.namespace not in _NAMESPACES:  # the candidate's own, or a wrapper: what it calls is seen by itself
             with self:
                 return op.redispatch(_keys_of(args), *args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in op.tags and not _drops_nothing(op, args, kwargs or {}):
-            raise NotRecordable(
-                f"{op.name()} draws random numbers"
-            )  # before torch finds its generator in the wrong state
+        if torch.Tag.nondeterministic_seeded in op.tags and not drops_nothing(op, args, kwargs or {}):
+            self._refuse(f"{op.name()} draws random numbers")  # before torch finds its generator in the wrong state
         first, self._heap.log = self._count(), []
         try:
             result = op(*args, **(kwargs or {}))
@@ -60,8 +60,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
             log, self._heap.log = self._heap.log, None
         last = self._count()
         if last > first:
-            self.steps.append(self._step(first, last, op, args, kwargs or {}, result, log))
+            try:
+                self.steps.append(self._step(first, last, op, args, kwargs or {}, result, log or []))
+            except NotRecordable as refusal:
+                self._refuse(str(refusal))
         return result
+
+    def _refuse(self, why: str) -> None:
+        raise NotRecordable(why)
 
     def _step(
         self, first: int, last: int, op: Any, args: Any, kwargs: Any, result: Any, log: list[tuple[int, int]]
@@ -78,7 +84,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         except TypeError as error:
             raise NotRecordable(f"{name}: {error}") from error
         places = [self._place(tensor) for tensor in given]
-        return OperatorSpan(first, last, name, tree, places, [self._place(tensor) for tensor in results], log)
+        asked = self._heap.passing(log, {tensor.untyped_storage().data_ptr() for tensor in results})
+        return OperatorSpan(first, last, name, tree, places, [self._place(tensor) for tensor in results], asked)
 
 
 def _keys_of(args: Any) -> Any:
@@ -88,7 +95,7 @@ def _keys_of(args: Any) -> Any:
     return binding.DispatchKeySet(binding._parse_dispatch_key((devices or ["cuda"])[0].upper()))
 
 
-def _drops_nothing(op: Any, args: Any, kwargs: Any) -> bool:
+def drops_nothing(op: Any, args: Any, kwargs: Any) -> bool:
     """Whether it would only draw numbers for a dropout that is off."""
     for place, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":

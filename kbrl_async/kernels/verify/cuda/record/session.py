@@ -25,17 +25,18 @@ from kbrl_async.kernels.sandbox import Child, Isolation, Limits, Zygote
 from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.timing.turns import DeviceTurns
 from kbrl_async.kernels.verify import recording, replies, wire
+from kbrl_async.kernels.verify.cuda import starting
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.dying import Dying
 from kbrl_async.kernels.verify.cuda.prewarmed import LIFE_S, PrewarmedChildren, as_files
 from kbrl_async.kernels.verify.memory import as_message, memory_file
 
 ENTRY = "kbrl_async.kernels.verify.cuda.record.child:main"
-_CONFINED_S, _MAP_S = 30.0, 10.0
+_MAP_S = 10.0
+_NAME = "a recorder"
 MAX_SERVED = 256
 _MAX_LEFT = 256 << 20
 _MAX_BYTES = 16 << 20
-_CURE = "Run `nvidia-smi`, and `kbrl verify` with one problem, to see whether this host's GPU works in a sandbox"
 
 
 def spares_for(zygote: Zygote, limits: Limits, device: str, count: int) -> PrewarmedChildren:
@@ -56,7 +57,7 @@ class Recorders:
         self._child: Child | None = None
         self._dying = Dying()
         self._is_used = self._is_begun = False
-        self._served = 0
+        self._served = self._left = 0
         self.isolation = Isolation("none", ("no recorder was started",))
 
     def close(self) -> None:
@@ -65,10 +66,19 @@ class Recorders:
         self.arena.close()
 
     def grow(self, arena_bytes: int) -> None:
-        """The next candidate gets a fresh process with so much memory."""
-        self._end()
-        self.arena.close()
-        self.arena, self._is_used = DeviceArena.new(arena_bytes, torch.device(self._device)), False
+        """The next candidate gets so much memory: in the same process, unless something that it has served is still in
+        the old.
+        """
+        if self._left:
+            self._end()
+        self._take_memory(arena_bytes)
+        self._is_used = self._child is not None
+        if self._child is not None:
+            self._is_begun = False
+            with contextlib.suppress(OSError):
+                self._is_begun = self._map(self._child)
+            if not self._is_begun:
+                self._end()
 
     def forget(self) -> None:
         """The next candidate gets a fresh process: what this one has served may have spoilt it."""
@@ -89,7 +99,7 @@ class Recorders:
         """Of a candidate, the encoded `Recording`. `weights`: the descriptor of the weights, where it has any;
         artifacts are given by path in `order.setup`. `fill` writes its inputs into the arena.
 
-        :raises InfraError: the host starts no recorder.
+        :raises NotStarted: the host starts no recorder; `NoRoom` where only memory is missing.
         :raises CudaError: there is no memory for another arena.
         """
         with span("a recorder that is ready"):
@@ -110,12 +120,13 @@ class Recorders:
         finally:
             for fd in (*more, file, *files):
                 os.close(fd)
+        self._left = told.left
         if told.is_over or told.left > _MAX_LEFT or self._served >= self._most_served:
             self._retire()
         return content
 
     def _failed(self, why: str) -> bytes:
-        self._end()
+        self._retire()  # whether it had served others still counts: they may have laid that for this one
         return wire.encode(recording.Recording(refused=why))
 
     def _retire(self) -> None:
@@ -129,8 +140,7 @@ class Recorders:
             self._end()
         if self._child is None:
             self._renew()
-            self._child, self._served = self._spares.take(), 0
-            self._begin()
+            self._child = starting.first_that_starts(self._begun)
         return self._child
 
     def _renew(self) -> None:
@@ -138,31 +148,44 @@ class Recorders:
         if not self._is_used:
             self._is_used = True
             return
-        size = self.arena.size
+        self._take_memory(self.arena.size)
+
+    def _take_memory(self, size: int) -> None:
         self.arena.close()
         try:
             self.arena = DeviceArena.new(size, torch.device(self._device))
         except CudaError:  # it is still theirs
+            self._end()
             self._dying.close()
             self.arena = DeviceArena.new(size, torch.device(self._device))
 
-    def _begin(self) -> None:
-        self._is_begun = False
-        confined = self._answer(_CONFINED_S)
-        if isinstance(confined, wire.Confined):
+    def _begun(self) -> Child:
+        """A fresh one, with the arena. What goes wrong before its first candidate is nobody's fault."""
+        self._child, self._served, self._is_begun = self._spares.take(), 0, False
+        child = self._child
+        try:
+            confined = starting.confined(child, _NAME)
             self.isolation = Isolation(confined.level, confined.missing)
-            fd = self.arena.export()
-            try:
-                assert self._child is not None
-                with contextlib.suppress(OSError):
-                    socket.send_fds(self._child.channel, [wire.encode(wire.Map(self.arena.size))], [fd])
-            finally:
-                os.close(fd)
-            if isinstance(self._answer(_MAP_S), wire.Ready):
-                self._is_begun = True
-                return
-        self._end()
-        raise InfraError("a recorder did not start in its sandbox", _CURE)
+            with contextlib.suppress(OSError):  # it has ended, and is asked how
+                self._send_arena(child)
+            starting.said(wire.Ready, child, _NAME, _MAP_S)
+            self._is_begun = True
+        except InfraError:
+            self._end()
+            raise
+        return child
+
+    def _map(self, child: Child) -> bool:
+        """Whether one that has served candidates has the arena. `OSError` where it has ended."""
+        self._send_arena(child)
+        return isinstance(self._answer(_MAP_S), wire.Ready)
+
+    def _send_arena(self, child: Child) -> None:
+        fd = self.arena.export()
+        try:
+            socket.send_fds(child.channel, [wire.encode(wire.Map(self.arena.size))], [fd])
+        finally:
+            os.close(fd)
 
     def _answer(self, deadline_s: float) -> wire.Reply | None:
         """None where none came in time. `OSError` where it has ended, or says what no recorder says."""

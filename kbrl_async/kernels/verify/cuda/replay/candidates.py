@@ -26,6 +26,7 @@ from kbrl_async.kernels.verify.cuda.reference import CudaReference
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, ShortOfMemory, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, place_inputs
+from kbrl_async.kernels.verify.cuda.starting import NoRoom, NotStarted
 from kbrl_async.kernels.verify.recording import Recording, decode
 from kbrl_async.kernels.verify.replies import Malformed
 from kbrl_async.kernels.verify.session import CandidateFault, Submission
@@ -54,6 +55,7 @@ class _Written(msgspec.Struct, frozen=True):
     recording: Recording
     image: list[torch.Tensor] = []
     """What lasts of it from call to call."""
+    is_brief: bool = False
 
 
 def _is_alike(content: bytes, arena: torch.Tensor, other: _Written) -> bool:
@@ -100,6 +102,10 @@ class Replays:
         self._first: _Written | None = None
         """Before it was recorded alone."""
         self._most_served = MAX_SERVED
+        self._is_brief = True
+        """Not where the first process is in doubt: see `wire.RecordForward.is_brief`."""
+        self._was_brief = False
+        """The last candidate's order, which may have left out what tells that a replay is not what forward does."""
 
     def open(
         self,
@@ -109,12 +115,15 @@ class Replays:
         rng: random.Random,
         is_alone: bool,
         may_keep: bool = False,
+        is_brief: bool = False,
     ) -> ReplaySession:
         """`is_alone`: recorded and replayed by processes that have served nobody else. `may_keep`: see `ReplaySession`.
+        `is_brief`: what takes long is recorded in brief (`wire.RecordForward`), but by who is asked in a doubt.
 
         :raises Unreplayable: it has to be judged another way.
         """
         self._first, self._last = self._last if is_alone else None, None
+        self._was_brief = is_brief and self._is_brief and not is_alone
         if refused := reference.capture_refused():
             raise Unreplayable(f"its reference can't be timed as a graph ({refused})")
         try:
@@ -133,8 +142,8 @@ class Replays:
             self._host.renew()
         try:
             with span("recorded"):
-                content = reference.record(recorders, code, placed, start, deadline_s)
-        except CudaError as error:
+                content = reference.record(recorders, code, placed, start, deadline_s, self._was_brief)
+        except (CudaError, NoRoom) as error:
             self.give_back()
             raise ShortOfMemory(f"there is no memory to record it in ({error})") from error
         bounds = validation.Bounds(recorders.arena.size, frozenset(image.digest for image in built), slots)
@@ -142,7 +151,7 @@ class Replays:
             recording = validation.read(content, bounds)
         except Malformed as error:
             raise Unreplayable(f"its recording says what can't be ({error})") from error
-        self._last = _Written(content, placed, start, recording)
+        self._last = _Written(content, placed, start, recording, is_brief=self._was_brief)
         if recording.refused:
             raise Unreplayable(recording.refused)
         try:
@@ -150,6 +159,9 @@ class Replays:
                 given = self._host, recording, built, placed, recorders.arena, rng
                 session = ReplaySession(*given, self.is_shared, may_keep)
         except CudaError as error:
+            raise ShortOfMemory(f"there is no memory to replay it in ({error})") from error
+        except NoRoom as error:
+            self.give_back()  # who watches it needs memory for a process, too
             raise ShortOfMemory(f"there is no memory to replay it in ({error})") from error
         self._last = msgspec.structs.replace(self._last, image=session.image)
         try:
@@ -180,7 +192,7 @@ class Replays:
         try:
             with span("recorded alone" if is_alone else "recorded by a second"):
                 content = reference.record(asked, code, last.placed, last.start, deadline_s)
-        except CudaError:
+        except (CudaError, NoRoom):
             self.give_back()
             return False
         self._spares.refill()
@@ -192,20 +204,23 @@ class Replays:
     def by_the_second(self) -> Iterator[None]:
         """Candidates are recorded by the second process in here."""
         first = self._last
-        self._recorders, self._seconds = self._seconds, self._recorders
+        self._recorders, self._seconds, self._is_brief = self._seconds, self._recorders, False
         try:
             yield
         finally:
             self._recorders, self._seconds, self._last = self._seconds, self._recorders, first
+            self._is_brief = True
 
     def contradict(self, is_right: bool) -> None:
         """A process that served nobody else leads to another verdict, or may lead to other work. Where it has written
         the same as the first, that is the candidate's own doing; else from now on each process serves one candidate.
+        What was recorded in brief may differ by that: then only these processes are replaced.
         """
         seen = outline if is_right else bytes
         if self._first is not None and self._last is not None and seen(self._first.content) == seen(self._last.content):
             return
-        self._most_served = 1
+        if self._first is None or not self._first.is_brief:
+            self._most_served = 1
         self.give_back()
 
     def _second(self, size: int) -> Recorders | None:
@@ -227,10 +242,12 @@ class Replays:
             self._seconds = None
 
     def _try(self, session: ReplaySession, reference: CudaReference, deadline_s: float, rng: random.Random) -> None:
-        """What libraries do at their first call, and what can't be captured here, shows now."""
-        reference.pool.mix([session.slots[0]], rng)
+        if session.has_operators:
+            reference.pool.mix([session.slots[0]], rng)
         try:
-            session.run(0, deadline_s)
+            session.try_once(deadline_s)
+        except NotStarted:
+            raise
         except InfraError as error:
             raise Unreplayable("the process that replays it ended") from error
 
@@ -264,8 +281,10 @@ class Replays:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the last candidate was recorded by a process that had served others."""
-        return self._recorders is not None and not self._recorders.is_fresh
+        """Whether the last candidate was recorded by a process that had served others, or in brief: then what counts
+        against it is found out once more.
+        """
+        return self._recorders is not None and (self._was_brief or not self._recorders.is_fresh)
 
     def refill(self) -> None:
         """Start whoever waits for the next candidates; returns at once."""

@@ -23,6 +23,7 @@ from kbrl_async.kernels.sandbox import Child, Isolation, Limits, Zygote
 from kbrl_async.kernels.stages import tally
 from kbrl_async.kernels.timing.turns import DeviceTurns
 from kbrl_async.kernels.verify import wire
+from kbrl_async.kernels.verify.cuda import starting
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.dying import Dying
 from kbrl_async.kernels.verify.cuda.replay import orders
@@ -33,7 +34,8 @@ from kbrl_async.kernels.verify.session import CandidateFault
 from protocols.records import Fault
 
 ENTRY = "kbrl_async.kernels.verify.cuda.replay.player:main"
-_START_S, _ORDER_S = 30.0, 10.0
+_ORDER_S = 10.0
+_NAME = "a process that replays"
 _CPU_S = 1 << 20
 _SLOW, _SLOW_NS = 5.0, 2_000_000.0
 """A known kernel that takes so many times what it took at first, and so much more."""
@@ -41,7 +43,6 @@ _MOST_HELD = 4 << 30
 _MOST_SERVED = 256
 """What kernels of one candidate leave in a player shows in the known kernel; if not, it is gone after so many."""
 _SPARE_FACTOR = 4
-_CURE = "Run `nvidia-smi`, and `kbrl verify` with one problem, to see whether this host's GPU works in a sandbox"
 _Expected = TypeVar("_Expected", bound=orders.Answer)
 
 
@@ -68,47 +69,50 @@ class PlayerProcess:
 
     @property
     def isolation(self) -> Isolation:
+        return self._begun()
+
+    def _begun(self) -> Isolation:
+        """Waits for its first word."""
         if self._isolation is None:
-            confined = self._receive(wire.Confined, _START_S)
+            confined = starting.confined(self.child, _NAME)
             self._isolation = Isolation(confined.level, confined.missing)
         return self._isolation
 
     def settle(self) -> None:
         """Until it has its context."""
         if self._isolation is None:
-            select.select([self.child.channel], [], [], _START_S)
+            select.select([self.child.channel], [], [], starting.CONFINED_S)
 
     def ask(self, kind: type[_Expected], order: orders.Order, deadline_s: float, fd: int | None = None) -> _Expected:
         """:raises CandidateFault: what runs there faults, or does not end in time: the process is of no use any more.
         :raises Unreplayable: it can't be done there.
         """
-        assert self.isolation is not None
+        self._begun()
         data = orders.encode(order)
         try:
             socket.send_fds(self.child.channel, [data], [] if fd is None else [fd])
         except ConnectionError as error:
-            raise InfraError("a process that replays is gone", _CURE) from error
+            raise InfraError(f"{_NAME} is gone", starting.CURE) from error
         return self._receive(kind, deadline_s)
 
     def _receive(self, kind: type[_Expected], deadline_s: float) -> _Expected:
-        waits_for = None if self._isolation is None else self.child
-        if not DeviceTurns.answers(self.child.channel, deadline_s, waits_for) and not self._answers_late():
+        if not DeviceTurns.answers(self.child.channel, deadline_s, self.child) and not self._answers_late():
             raise CandidateFault(Fault.TIMEOUT, f"no result after {deadline_s:.2f} s")
         data = b""
         with contextlib.suppress(ConnectionError):
             data = self.child.channel.recv(orders.MAX_MESSAGE)
         if not data:
-            raise InfraError("a process that replays has ended", _CURE)
+            raise InfraError(f"{_NAME} has ended", starting.CURE)
         try:
             answer: orders.Answer = orders.decode_answer(data)
         except msgspec.MsgspecError as error:
-            raise InfraError(f"a process that replays answers nonsense ({error})"[:300], _CURE) from error
+            raise InfraError(f"{_NAME} answers nonsense ({error})"[:300], starting.CURE) from error
         if isinstance(answer, wire.Failed):
             raise CandidateFault(Fault(answer.kind), answer.text)
         if isinstance(answer, orders.CannotReplay):
             raise Unreplayable(answer.text)
         if not isinstance(answer, kind):
-            raise InfraError("a process that replays answers something else than was asked", _CURE)
+            raise InfraError(f"{_NAME} answers something else than was asked", starting.CURE)
         return answer
 
     def _answers_late(self) -> bool:
@@ -138,7 +142,7 @@ class ReplayHost:
 
     @property
     def isolation(self) -> Isolation:
-        return self._ready().isolation
+        return starting.first_that_starts(self._confined)
 
     def reserve(self, size: int, is_new: bool = False) -> DeviceArena:
         """Memory to replay in; at other places of the device's than before where `is_new`.
@@ -159,8 +163,10 @@ class ReplayHost:
         """Whether operators have to be warmed up.
 
         :raises Unreplayable: it can't be loaded.
+        :raises InfraError: the host starts no process to load it in.
         """
         self._loaded = images, plan
+        self._mapped()  # whatever ends it by now is nothing of this candidate's
         with _file(images, plan) as (fd, length):
             order = orders.LoadProgram([(image.digest, list(map(len, image.parts))) for image in images], length)
             try:
@@ -248,14 +254,23 @@ class ReplayHost:
         self._drop()
 
     def _mapped(self) -> PlayerProcess:
-        """One that lives, with the arena. A start that fails is nobody's fault, and tried once more."""
+        """One that lives, with the arena. A start that fails is nobody's fault."""
+        return starting.first_that_starts(self._with_arena)
+
+    def _confined(self) -> Isolation:
+        try:
+            return self._ready().isolation
+        except InfraError:
+            self._drop()
+            raise
+
+    def _with_arena(self) -> PlayerProcess:
         try:
             player = self._ready()
             self._map(player)
         except InfraError:
             self._drop()
-            player = self._ready()
-            self._map(player)
+            raise
         return player
 
     def _ready(self) -> PlayerProcess:
@@ -271,7 +286,7 @@ class ReplayHost:
         try:
             player.ask(orders.RunDone, orders.MapArena(self.arena.size), _ORDER_S, fd)
         except CandidateFault as fault:
-            raise InfraError(f"a process that replays gets no memory ({fault.text})"[:300], _CURE) from fault
+            raise starting.failed(_NAME, fault.text, fault.kind is Fault.OUT_OF_MEMORY) from fault
         finally:
             os.close(fd)
         player.mapped = self.arena

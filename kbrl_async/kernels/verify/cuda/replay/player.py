@@ -28,7 +28,7 @@ from kbrl_async.kernels.verify.cuda.replay.images import Image
 from kbrl_async.kernels.verify.cuda.replay.places import Places, install
 from kbrl_async.kernels.verify.cuda.replay.program import Program
 from kbrl_async.kernels.verify.cuda.replay.steps import Refused
-from kbrl_async.kernels.verify.cuda.runner import device_failure
+from kbrl_async.kernels.verify.cuda.runner import device_failure, telling
 from kbrl_async.kernels.verify.recording import Forward, Memcpy, Memset, Node, Recording, decode
 
 _NUMBERS = 1 << 20
@@ -40,13 +40,14 @@ def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isol
     runner.mute()
     torch.set_grad_enabled(False)
     device = torch.device(payload.decode())
-    places = Places(_allocate)
-    install(places)
-    torch.cuda.set_device(device)
-    torch.cuda.synchronize()
-    driver().reserve(WINDOW, BASE)  # before anybody else takes addresses there
-    player = Player(channel, device, places)
-    isolation = gpu.finish(isolation)
+    with telling(channel):
+        places = Places(_allocate)
+        install(places)
+        torch.cuda.set_device(device)
+        torch.cuda.synchronize()
+        driver().reserve(WINDOW, BASE)  # before anybody else takes addresses there
+        player = Player(channel, device, places)
+        isolation = gpu.finish(isolation)
     channel.send(orders.encode(wire.Confined(isolation.level, isolation.missing)))
     player.serve()
 

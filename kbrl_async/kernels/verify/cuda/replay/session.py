@@ -14,13 +14,14 @@ calls.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ from kbrl_async.kernels.sandbox import Isolation
 from kbrl_async.kernels.verify import allowed, compare, values, wire
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.replay import orders
-from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost
+from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Image
 from kbrl_async.kernels.verify.cuda.session import TimedCall
-from kbrl_async.kernels.verify.recording import Forward, Kernel, Operator, Recording
+from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Operator, Recording
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
 from kbrl_async.kernels.verify.validation import overlap, span
 from protocols.records import REPLAYED, Fault
@@ -47,6 +48,7 @@ _ORDERS = 2
 _SMALL = _GAPS * ALIGNMENT
 """Stretches up to this many bytes are poisoned all at once."""
 _TELLS_NS = 1e6
+_MOST_STRETCHES = 64
 _BATCHED = "forward over one input also writes the outputs of another: one call did the work of several"
 _STRAY = "forward writes to memory that is neither its output nor its own: an index or a pointer is wrong"
 _KEPT = "an output returned earlier was overwritten by a later call: allocate a new output in each call"
@@ -110,13 +112,13 @@ class ReplaySession:
         self._lacking: list[tuple[int, ...]] = []
         """As timed as the others, but without one of the slots."""
         self._captured = 0
-        self._is_new = True
+        self._is_new, self._is_tried = True, False
         self.is_proven = False
         self.forward_ns = math.inf
         self._arena = host.reserve(recording.used)
         self._see()
-        self._has_operators = host.load(images, recording)
-        self._is_warm = not self._has_operators
+        self.has_operators = host.load(images, recording)
+        self._is_warm = not self.has_operators
         found = self._shared_outputs()
         self.is_kept = may_keep and found is not None
         self.fault: CandidateFault | None = None if may_keep else found
@@ -202,18 +204,50 @@ class ReplaySession:
         if not self._is_warm:
             self.poison()
             torch.cuda.synchronize()
-            self._host.done(orders.WarmUp(slot), deadline_s)
+            self._done(orders.WarmUp(slot), deadline_s)
             self._is_warm = True
         with stages.span("poisoned"):
             self.poison()
             torch.cuda.synchronize()
         begin = time.perf_counter_ns()
         with stages.span("run"):
-            self._host.done(orders.RunForward(slot, is_muted), deadline_s)
+            self._done(orders.RunForward(slot, is_muted), deadline_s)
         elapsed = time.perf_counter_ns() - begin
         if not is_muted:
             self.forward_ns = min(self.forward_ns, elapsed)
         return elapsed
+
+    def try_once(self, deadline_s: float) -> None:
+        """What libraries do at their first call, and what can't be captured here, shows now. Of own kernels only the
+        graph is made: they meet nothing new at a first call, and one may take long.
+        """
+        if self.has_operators:
+            self.run(0, deadline_s)
+        else:
+            self._timed(orders.Time((0,), 0), deadline_s)
+        self._is_tried = True
+
+    def _done(self, order: orders.WarmUp | orders.RunForward, deadline_s: float) -> None:
+        with self._as_tried():
+            self._host.done(order, deadline_s)
+
+    def _timed(self, order: orders.Time, deadline_s: float) -> float:
+        with self._as_tried():
+            return self._host.timed(order, deadline_s)
+
+    @contextlib.contextmanager
+    def _as_tried(self) -> Iterator[None]:
+        """What was recorded of one slot could be done again, so that of the others can, unless somebody forged it.
+
+        :raises Unreplayable: it is only being tried.
+        """
+        try:
+            yield
+        except Unreplayable as refusal:
+            if not self._is_tried:
+                raise
+            text = f"what was recorded of it can't be done again: {refusal}"
+            raise CandidateFault(Fault.RUNTIME_ERROR, text) from refusal
 
     def _refuse_writing(self, slot: int, other: int, deadline_s: float) -> None:
         """To the outputs of another slot than those that ran. That is an accusation only together with a second fact:
@@ -261,7 +295,7 @@ class ReplaySession:
             self._orders = [self._shuffled(count) for _ in range(_ORDERS if count > 1 else 1)]
             self._lacking = [self._shuffled(count)[1:] for _ in range(_ORDERS if count > 1 else 0)]
             for order in {*self._orders, *self._lacking}:
-                self._host.timed(orders.Time(order, 0), deadline_s)
+                self._timed(orders.Time(order, 0), deadline_s)
         return wire.Captured(0, {name: count for name, (count, _) in self.kernels.items()})
 
     def _shuffled(self, count: int) -> tuple[int, ...]:
@@ -272,7 +306,7 @@ class ReplaySession:
         torch.cuda.synchronize()
         begin = time.perf_counter_ns()
         order = orders.Time(self._rng.choice(self._orders), times) if times else orders.Time(())
-        elapsed = self._host.timed(order, deadline_s)
+        elapsed = self._timed(order, deadline_s)
         wall = time.perf_counter_ns() - begin
         return TimedCall(elapsed, wall) if times else TimedCall(0.0, wall, elapsed)
 
@@ -282,7 +316,7 @@ class ReplaySession:
             missing = next(slot for slot in range(self._captured) if slot not in order)
             self.poison(self._captured)
             torch.cuda.synchronize()
-            self._host.timed(orders.Time(order), deadline_s)
+            self._timed(orders.Time(order), deadline_s)
             self._refuse_writing(order[0], missing, deadline_s)
 
     def outputs(self, first: int, end: int) -> list[torch.Tensor]:
@@ -310,37 +344,59 @@ class ReplaySession:
         ops = {allowed.base_of(name): (count, 0) for name, (count, is_own) in self.kernels.items() if not is_own}
         return wire.Trace(launches, ops)
 
-    def muted(self, kernels: list[str], deadline_s: float) -> tuple[float, float]:
-        """Nanoseconds of a forward over slot 0, and of one without own kernels, whose outputs then lie in slot 0."""
-        nothing = self._host.timed(orders.Time(()), deadline_s)
+    def muted(self, kernels: list[str], deadline_s: float, renew: Callable[[], None]) -> tuple[float, float]:
+        """Nanoseconds of a forward over slot 0, and of one without own kernels, whose outputs then lie in slot 0.
+        `renew` comes before the last run: those that were timed may have changed their inputs.
+        """
+        nothing = self._timed(orders.Time(()), deadline_s)
         whole = self._least(False, deadline_s)
         try:
             self.poison()
             left = self._least(True, deadline_s)
+            renew()
             self.run(0, deadline_s, is_muted=True)
-        except CandidateFault:  # an operator faults on poison: it needs what own kernels make
-            self._arena = self._host.revive()
+        except CandidateFault as fault:
+            if fault.by is not None:  # the reference, asked by `renew`: that shows nothing
+                raise
+            # An operator faults on poison: it needs what own kernels make.
+            with self._as_tried():
+                self._arena = self._host.revive()
             self._see()
-            self._is_warm, self._captured = not self._has_operators, 0
+            self._is_warm, self._captured = not self.has_operators, 0
             self.poison()
             left = nothing
         return max(0.0, whole - nothing), max(0.0, left - nothing)
 
     def _least(self, is_muted: bool, deadline_s: float) -> float:
         """Of three runs; long ones tell at once."""
-        least = self._host.timed(orders.Time((0,), 1, is_muted), deadline_s)
+        least = self._timed(orders.Time((0,), 1, is_muted), deadline_s)
         if least > _TELLS_NS:
             return least
-        return min(least, *(self._host.timed(orders.Time((0,), 1, is_muted), deadline_s) for _ in range(2)))
+        return min(least, *(self._timed(orders.Time((0,), 1, is_muted), deadline_s) for _ in range(2)))
 
     def answered(self, is_answer: Callable[[torch.Tensor], bool]) -> str:
         """After `muted`: the operator whose result already is the answer, as far as `is_answer(tensor)` says."""
+        found = ""
+        written: list[Span] = []
         for node in self._recording.forwards[0].nodes:
-            if isinstance(node, Operator) and allowed.does_work(node.name):
-                for meta in node.results:
+            if isinstance(node, Operator):
+                for meta in node.results if allowed.does_work(node.name) else ():
+                    found = allowed.base_of(node.name)
                     if is_answer(self._arena.view(_plain(meta))):
-                        return allowed.base_of(node.name)
-        return ""
+                        return found
+                written += map(span, node.results)
+            elif isinstance(node, Memcpy):
+                written.append((node.to, node.to + node.size))
+        return found if found and self._is_put_together(written, is_answer) else ""
+
+    def _is_put_together(self, written: list[Span], is_answer: Callable[[torch.Tensor], bool]) -> bool:
+        """Whether what operators and copies wrote side by side is the answer, of which each made a part."""
+        for meta in self._outputs[0]:
+            size = math.prod(meta.shape) * values.dtype_of(meta.dtype).itemsize
+            for begin in stretches_of(written, size)[:_MOST_STRETCHES]:
+                if is_answer(self._arena.view(wire.TensorMeta(meta.dtype, (math.prod(meta.shape),), (1,), begin))):
+                    return True
+        return False
 
 
 class _Stretches:
@@ -395,6 +451,28 @@ def joined(spans: Iterable[Span]) -> list[Span]:
         else:
             found.append((begin, end))
     return found
+
+
+def stretches_of(written: Iterable[Span], size: int) -> list[int]:
+    """Where blocks of so many bytes may begin that several of these cover, and none alone.
+
+    >>> stretches_of([(0, 256), (256, 512), (1024, 1280)], 512)
+    [0]
+    """
+    spans = sorted(set(written))
+    covered: list[Span] = []
+    for begin, end in spans:
+        if covered and begin <= covered[-1][1]:
+            covered[-1] = (covered[-1][0], max(end, covered[-1][1]))
+        else:
+            covered.append((begin, end))
+    alone = {begin for begin, end in spans if end - begin >= size}
+    return [
+        begin
+        for first, last in covered
+        for begin in dict.fromkeys(begin for begin, _ in spans if first <= begin and begin + size <= last)
+        if size and begin not in alone and begin % ALIGNMENT == 0
+    ]
 
 
 def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:

@@ -10,12 +10,13 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cpu import bursts, replay, statics, stopwatch
-from kbrl_async.kernels.verify.cpu.stopwatch import Stopwatch
+from kbrl_async.kernels.verify.cpu.stopwatch import Stopwatch, net_ns
 from kbrl_async.kernels.verify.session import ForwardOutcome
 from protocols.records import OBSERVED, BenchReport, Fault
 from tests.unit.kernels.verify.catalogue.exploits import (
@@ -131,7 +132,7 @@ PHASES = {
         f"if (is_poisoned) *kept() = 1; else if (*kept()) {WRONG}",
     ),
     "an input that was here before": kernel(
-        before=KEPT, first=f"long *seen = kept(); long s = ((long)x >> 6) % 500; if (++seen[s] > 7) {WRONG}"
+        before=KEPT, first=f"long *seen = kept(); long s = ((long)x >> 6) % 500; if (++seen[s] > 6) {WRONG}"
     ),
 }
 
@@ -144,7 +145,7 @@ def test_native_code_that_knows_when_it_is_timed_has_to_be_right_then_too(judge:
 
 @row("phase sniffing")
 def test_unless_timed_outputs_are_not_compared(judge: Judge, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Stopwatch, "_compare", nothing)
+    monkeypatch.setattr(Stopwatch, "compare_outputs", nothing)
     assert is_replayed(judge(PHASES["memory of its own"], CALL).verdict)
 
 
@@ -170,7 +171,7 @@ def test_who_hides_its_memory_from_the_bench_does_not_end_the_bench(judge: Judge
     verdict = judge(kernel(before=HIDDEN), CALL).verdict
     assert (verdict.fault, verdict.trust) == (Fault.OK, OBSERVED)
     assert "not where it was loaded" in verdict.trust_reason
-    monkeypatch.setattr(replay.CpuReplaySession, "_guarded", lambda self, look: look())
+    monkeypatch.setattr(replay.CpuReplaySession, "guarded", lambda self, look: look())
     with pytest.raises(InfraError, match="not where it was loaded"):
         judge(kernel(before=HIDDEN), CALL)
 
@@ -229,13 +230,11 @@ def test_a_decoy_that_spoils_its_replayer_is_still_one(judge: Judge, monkeypatch
     assert is_replayed(judge(decoy, forward).verdict)
 
 
-def test_work_after_the_answer_is_time(monkeypatch: Patch) -> None:
+def test_work_after_the_answer_is_time() -> None:
     """Who answers first and computes then, before it stands still, is right and seems to need no time."""
-    watch = object.__new__(Stopwatch)
-    watch._empty, watch._idle = 50_000.0, 20_000.0
     early = ForwardOutcome(60_000, 0, 0, ["L", []], [], None, 420_000)
-    assert watch._net_ns(early) == 400_000
-    assert watch._net_ns(ForwardOutcome(450_000, 0, 0, ["L", []], [], None, 300_000)) == 400_000
+    late = ForwardOutcome(450_000, 0, 0, ["L", []], [], None, 300_000)
+    assert [net_ns(call, 50_000.0, 20_000.0) for call in (early, late)] == [400_000, 400_000]
 
 
 @row("impossible speed")
@@ -250,7 +249,7 @@ def test_a_speed_holds_in_bursts_too(judge: Judge, monkeypatch: Patch) -> None:
 def test_what_native_code_could_have_spared_is_held_against_it(judge: Judge, monkeypatch: Patch) -> None:
     found: list[float] = []
     most = bursts.most
-    monkeypatch.setattr(bursts, "_round", lambda *given: (1_000_000, 100_000))
+    monkeypatch.setattr(bursts, "one_round", lambda *given: (1_000_000, 100_000))
     monkeypatch.setattr(bursts, "forwards", lambda *given: 8)
 
     def told(*given: object) -> float:
@@ -263,7 +262,8 @@ def test_what_native_code_could_have_spared_is_held_against_it(judge: Judge, mon
 
 
 def test_who_is_wrong_in_a_burst_is_called_no_faster(judge: Judge, monkeypatch: Patch) -> None:
-    """What it leaves in a buffer is put back between two orders, not between two forwards of one."""
+    """In the last forward of eight: what it leaves in a buffer is put back between two orders, not within one, and to
+    what two recordings have made of it."""
     found: list[float] = []
     most = bursts.most
 
@@ -273,10 +273,24 @@ def test_who_is_wrong_in_a_burst_is_called_no_faster(judge: Judge, monkeypatch: 
 
     monkeypatch.setattr(bursts, "most", told)
     monkeypatch.setattr(bursts, "forwards", lambda *given: 8)
-    source = kernel(first=f"if (++b[0] > 6) {WRONG}").replace("float *y, long n,", "float *y, float *b, long n,")
+    source = kernel(first=f"if (++b[0] > 9) {WRONG}").replace("float *y, long n,", "float *y, float *b, long n,")
     call = CALL.replace("self.weight, y,", "self.weight, y, self.b,")
     assert is_replayed(judge(source, call, "self.b = torch.zeros(1)").verdict)
     assert set(found) == {1.0}
+
+
+@row("forges the verdict")
+def test_who_answers_a_burst_in_part_has_forged_its_answer(judge: Judge, monkeypatch: Patch) -> None:
+    call = replay.CpuReplaySession.call
+
+    def fewer(self: replay.CpuReplaySession, op: int, *given: object) -> ForwardOutcome:
+        outcome = call(self, op, *given)  # type: ignore[arg-type]
+        is_its_own = op == wire.OP_BURST and self._muted is not None
+        return msgspec.structs.replace(outcome, tensors=outcome.tensors[:-1]) if is_its_own else outcome
+
+    monkeypatch.setattr(bursts, "forwards", lambda *given: 2)
+    monkeypatch.setattr(replay.CpuReplaySession, "call", fewer)
+    assert caught(judge(kernel(), CALL).verdict, "forged_result")
 
 
 # ---- forged tensors --------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def test_a_subclass_is_no_tensor(run: Run) -> None:
 
 
 def test_without_looking_at_the_type_a_subclass_passes(run: Run, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(checks, "_check_meta", nothing)
+    monkeypatch.setattr(checks, "check_meta", nothing)
     assert run(LAZY).verdict.fault is Fault.OK
 
 
@@ -36,7 +36,7 @@ def test_inputs_are_compared_with_the_originals(run: Run) -> None:
 
 
 def test_without_that_comparison_a_mutation_passes(run: Run, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Checker, "_refuse_mutation", nothing)
+    monkeypatch.setattr(Checker, "refuse_mutation", nothing)
     assert run(MUTATES).verdict.fault is Fault.OK
 
 
@@ -68,7 +68,7 @@ REUSED = candidate(
 def test_an_earlier_output_stays_what_it_was(run: Run, zygote: Zygote, monkeypatch: Patch, copies: bool) -> None:
     with contextlib.closing(Bench(zygote, patient(copy_outputs=copies))) as bench:
         assert refused(run(REUSED, on=bench).verdict, Fault.INCORRECT, "output_overwritten")
-        monkeypatch.setattr(Checker, "_refuse_overwriting", nothing)
+        monkeypatch.setattr(Checker, "refuse_overwriting", nothing)
         assert run(REUSED, on=bench).verdict.fault is Fault.OK
 
 
@@ -97,5 +97,5 @@ EXPANDED = PROBLEM.replace("torch.softmax(x * self.gain, dim=-1)", "x.mean() * t
 def test_an_expanded_view_is_no_output(run: Run, monkeypatch: Patch) -> None:
     expand = candidate("self.touch(x, 1)\nreturn x.mean().expand(24, 65)")
     assert refused(run(expand, EXPANDED).verdict, Fault.INCORRECT, "layout")
-    monkeypatch.setattr(checks, "_check_layout", nothing)
+    monkeypatch.setattr(checks, "check_layout", nothing)
     assert run(expand, EXPANDED).verdict.rule != "layout"

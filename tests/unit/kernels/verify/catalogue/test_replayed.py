@@ -69,7 +69,7 @@ def test_what_a_kernel_writes_to_a_kept_buffer_is_put_back_before_each_call(judg
     source, init = counts.replace("float *y, long n,", "float *y, float *b, long n,"), "self.b = torch.zeros(1)"
     call = CALL.replace("self.weight, y,", "self.weight, y, self.b,")
     assert is_replayed(judge(source, call, init).verdict)
-    monkeypatch.setattr(replay.CpuReplaySession, "_put_back", nothing)
+    monkeypatch.setattr(replay.CpuReplaySession, "put_back", nothing)
     assert judge(source, call, init).verdict.rule == "wrong_when_timed"
 
 
@@ -324,7 +324,7 @@ def test_in_place_only_when_timed_is_seen(
     init = "self.buffer = torch.empty(24, 64)"
     assert judge(TANH, forward, init, SQUARE, on=watched).verdict.rule == rule
     assert is_replayed(judge(TANH, forward, init, SQUARE).verdict), "in a replay it is never done"
-    monkeypatch.setattr(stopwatch.Stopwatch, "_refuse_in_place", nothing)
+    monkeypatch.setattr(stopwatch.Stopwatch, "refuse_in_place", nothing)
     assert judge(TANH, forward, init, SQUARE, on=watched).verdict.fault is Fault.OK
 
 
@@ -333,13 +333,13 @@ def test_an_observed_speed_holds_even_if_its_process_answers_in_no_time(
 ) -> None:
     """A runner with less to do between message and forward looked up to 2.4 times as fast on short kernels."""
     seen = []
-    honest = stopwatch.Stopwatch._held_against_it
+    honest = stopwatch.Stopwatch.held_against_it
 
     def told(self: stopwatch.Stopwatch, measured: object) -> object:
-        seen.append((measured, self._empty))
+        seen.append((measured, self.empty))
         return honest(self, measured)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stopwatch.Stopwatch, "_held_against_it", told)
+    monkeypatch.setattr(stopwatch.Stopwatch, "held_against_it", told)
     timing = judge(kernel(), CALL, on=watched).timing
     ((measured, empty),) = seen
     assert timing is not None

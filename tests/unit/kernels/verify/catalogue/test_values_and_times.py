@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import MutableSequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
-from kbrl_async.kernels.verify import Bench, fresh, inputs, proof, tolerance, wire
+from kbrl_async.kernels.verify import Bench, fresh, inputs, tolerance, wire
 from kbrl_async.kernels.verify import session as sessions
 from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.cpu.stopwatch import Stopwatch
@@ -45,28 +45,23 @@ def test_a_kept_result_is_wrong_for_new_values(run: Run, fresh: Bench, monkeypat
 BY_VALUE = candidate(
     """
     key = tuple(x.flatten()[:40].tolist())
-    if key not in self.cache:
-        import time
-        time.sleep(0.1)
-        self.cache[key] = self.own(x)
-    return self.cache[key].clone()
+    is_known = self.calls > 10 and key in self.cache
+    self.cache.add(key)
+    return self.own(x) * (0 if is_known else 1)
     """,
-    init="self.cache = {}",
+    init="self.cache = set()",
 )
+"""A hit would be a wrong answer, where one that saves time would be seen on a quiet host alone. Among the ten checked
+sets the first comes twice."""
 
 
 @row("cache by pointer, identity, version or value")
 def test_a_cache_by_value_never_hits_in_a_timed_call(run: Run, brief: Bench, monkeypatch: Patch) -> None:
-    for finder in ("of_recorded", "of_muted"):  # they would see that a kept answer needs no kernel, and so would prove
-        monkeypatch.setattr(proof, finder, nothing)
-    monkeypatch.setattr(Checker, "prove", nothing)
     report = run(BY_VALUE, timing=True, on=brief)
-    assert report.timing is not None, report.verdict
-    assert report.timing.candidate_ms > 90
+    assert (report.verdict.fault, report.timing is not None) == (Fault.OK, True), report.verdict
     mix = fresh.Pool.mix
     monkeypatch.setattr(fresh.Pool, "mix", lambda self, outs, rng: mix(self, outs, random.Random(0)))
-    found = (run(BY_VALUE, timing=True, on=brief).timing for _ in range(5))  # four calls: others may slow one down
-    assert any(timing is not None and timing.candidate_ms < 90 for timing in found), "with equal values it would pay"
+    assert caught(run(BY_VALUE, timing=True, on=brief).verdict, "wrong_when_timed"), "equal values would be found"
 
 
 LATER = candidate("y = self.own(x)\nreturn y * 0 if self.calls > 11 else y")
@@ -78,7 +73,7 @@ def test_timed_outputs_are_compared_too(run: Run, brief: Bench, monkeypatch: Pat
     report = run(LATER, timing=True, on=brief)
     assert caught(report.verdict, "wrong_when_timed")
     assert report.timing is None
-    monkeypatch.setattr(Stopwatch, "_compare", nothing)
+    monkeypatch.setattr(Stopwatch, "compare_outputs", nothing)
     monkeypatch.setattr(Checker, "prove", nothing)
     assert run(LATER, timing=True, on=brief).verdict.fault is Fault.OK
 
@@ -103,13 +98,16 @@ class InOrder(random.Random):
     def shuffle(self, x: MutableSequence[Any]) -> None:
         pass
 
+    def sample(self, population: Sequence[Any], k: int, *, counts: Iterable[int] | None = None) -> list[Any]:
+        return list(population[:k])
+
 
 def test_state_carried_between_calls_has_a_rule_of_its_own(run: Run, zygote: Zygote, monkeypatch: Patch) -> None:
     with contextlib.closing(Bench(zygote, patient(replay=False), seeds=InOrder(1))) as bench:
         verdict = run(STALE, on=bench).verdict
         assert refused(verdict, Fault.INCORRECT, "state_carried")
         assert "rightly once" in verdict.message
-        monkeypatch.setattr(Checker, "_compare_repeated", nothing)
+        monkeypatch.setattr(Checker, "compare_repeated", nothing)
         assert run(STALE, on=bench).verdict.rule == ""
 
 
@@ -251,7 +249,7 @@ def test_a_speedup_above_ten_is_measured_again_and_the_lower_one_counts(
         seen.append(checker.session)
         return Timing(9, speedup, speedup, speedup, 1.0, speedup)
 
-    monkeypatch.setattr(Bench, "_measure", measure)
+    monkeypatch.setattr(Bench, "measure", measure)
     seen: list[sessions.Session] = []
     speedups = [50.0, 2.0]
     timing = run(candidate(), timing=True).timing
@@ -273,7 +271,7 @@ DROPOUT = PROBLEM.replace("torch.softmax(x * self.gain, dim=-1)", "torch.dropout
 def test_a_random_reference_is_the_problems_fault(run: Run, monkeypatch: Patch) -> None:
     with pytest.raises(ProblemError, match="random or keeps state"):
         run(candidate(), DROPOUT)
-    monkeypatch.setattr(SetMaker, "_refuse_random", nothing)
+    monkeypatch.setattr(SetMaker, "refuse_random", nothing)
     assert run(candidate(), DROPOUT).verdict.fault is Fault.INCORRECT, "else the candidate would pay for it"
 
 
@@ -291,6 +289,6 @@ PLACES = PROBLEM.replace("torch.softmax(x * self.gain, dim=-1)", "torch.argmax(x
 
 
 def test_ties_are_never_asked_for_where_places_are_the_answer(bench: Bench) -> None:
-    reference = bench._references.get(Problem("L1/04_places", 1, "places", PLACES)).cases[0].reference
+    reference = bench.references.get(Problem("L1/04_places", 1, "places", PLACES)).cases[0].reference
     assert not {"spikes", "binary"} & {one.name for one in reference.sets}
     assert len(reference.sets) == len(inputs.KINDS)

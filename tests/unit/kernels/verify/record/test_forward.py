@@ -13,13 +13,14 @@ import torch
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.cuda_driver import KERNEL, MEMCPY, MEMSET, CudaError
 from kbrl_async.kernels.verify import recording, values
-from kbrl_async.kernels.verify.compare import _far_apart
-from kbrl_async.kernels.verify.cuda.record.child import _reason
+from kbrl_async.kernels.verify.compare import far_apart
+from kbrl_async.kernels.verify.cuda.record.child import reason_of
 from kbrl_async.kernels.verify.cuda.record.forward import Scribe, TorchForward, are_apart
 from kbrl_async.kernels.verify.cuda.record.graph import KernelLaunch, NotRecordable, Raw
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
 from kbrl_async.kernels.verify.cuda.record.machine_code import MachineCode, digest
 from kbrl_async.kernels.verify.cuda.record.operators import OperatorSpan
+from kbrl_async.kernels.verify.cuda.record.own_graphs import Inside
 
 BASE, SIZE = 1 << 44, 1 << 20
 X = values.describe(torch.empty(4), 0)
@@ -33,7 +34,8 @@ class Graph:
         data = [struct.pack("<Q", word) for word in arguments]
         self._launch = KernelLaunch(7, "run", (4, 1, 1), (256, 1, 1), 0, data, (1, 1, 1), False, -1)
 
-    def read(self, graph: object) -> list[Raw]:
+    def read(self, graph: object, known: dict[int, Any]) -> list[Raw]:
+        self.known = {place: handle() for place, handle in known.items()}
         return self._raws
 
     def launch(self, node: int) -> KernelLaunch:
@@ -98,6 +100,22 @@ def test_what_only_fills_or_copies_is_done_as_it_is_whoever_asked_for_it() -> No
     assert nodes == [recording.Memset(512, 0, 4, 8, 1, 0, []), recording.Memcpy(1024, 0, 16, [0])]
 
 
+def test_operators_in_a_graph_of_its_own_are_found_by_their_numbers_there() -> None:
+    graph = Graph(
+        raw(KERNEL),
+        Raw(1, KERNEL, (0,), place=0, within=1),
+        Raw(1, KERNEL, (1,), place=1, within=1),
+        raw(KERNEL, 2, place=2),
+    )
+    inside = {1: Inside(lambda: 5, [step(0, 1)])}
+    scribe = Scribe(cast(Any, graph), Heap(), BASE, SIZE, cast(Any, Code()))
+    captured = TorchForward(types.SimpleNamespace(raw_cuda_graph=lambda: 0), [], ["L", []], [], inside=inside)
+    nodes = scribe.write(captured).nodes
+    assert [type(node).__name__ for node in nodes] == ["Kernel", "Operator", "Kernel", "Kernel"]
+    assert [node.after for node in cast(Any, nodes)] == [[], [0], [1], [2]]
+    assert graph.known == {1: 5}
+
+
 def test_branches_and_where_they_meet_are_kept() -> None:
     graph = Graph(raw(KERNEL), raw(KERNEL, 0, place=1), raw(KERNEL, 0, place=2), raw(KERNEL, 1, 2, place=3))
     assert [node.after for node in cast(Any, written(graph))] == [[], [0], [0], [1, 2]]
@@ -155,18 +173,18 @@ def test_a_kernel_of_an_extension_is_named_by_the_one_that_has_it(
 
 
 def test_reasons_are_one_line_and_say_what_a_capture_can_not_hold() -> None:
-    assert _reason(ValueError("no\nAdvice of the driver")) == "ValueError: no"
+    assert reason_of(ValueError("no\nAdvice of the driver")) == "ValueError: no"
     text = "CUDA error: operation not permitted when stream is capturing\nCompile with X"
-    assert "reads from it" in _reason(RuntimeError(text))
-    assert "CUDA graph of its own" in _reason(RuntimeError("Cannot prepare for replay during capturing stage."))
+    assert "reads from it" in reason_of(RuntimeError(text))
+    assert "CUDA graph of its own" in reason_of(RuntimeError("Cannot prepare for replay during capturing stage."))
 
 
 def test_sums_in_another_order_are_the_same_and_missing_work_is_not() -> None:
     wanted = torch.randn(1000)
-    assert _far_apart(wanted + 1e-4, wanted) == 0
-    assert _far_apart(torch.full((1000,), 3.4e38), wanted) == 1000
-    assert _far_apart(torch.tensor([5.0]), torch.tensor([5.01])) == 0
-    assert _far_apart(torch.tensor([1, 2]), torch.tensor([1, 3])) == 1
+    assert far_apart(wanted + 1e-4, wanted) == 0
+    assert far_apart(torch.full((1000,), 3.4e38), wanted) == 1000
+    assert far_apart(torch.tensor([5.0]), torch.tensor([5.01])) == 0
+    assert far_apart(torch.tensor([1, 2]), torch.tensor([1, 3])) == 1
 
 
 def test_outputs_are_apart_where_no_other_forward_has_worked() -> None:

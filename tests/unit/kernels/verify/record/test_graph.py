@@ -75,6 +75,56 @@ def test_an_empty_graph_inside_keeps_the_order_around_it() -> None:
     assert found == [(MEMSET, (), 0), (MEMCPY, (0,), 2)]
 
 
+def test_a_known_graph_inside_is_read_itself_and_its_nodes_have_their_own_numbers() -> None:
+    copy, original = [(KERNEL, [])], [(KERNEL, []), (CHILD, [0], "deeper"), (MEMSET, [1])]
+    driver = Driver(
+        whole=[(MEMSET, []), (CHILD, [0], "copy"), (KERNEL, [1])], copy=copy, original=original, deeper=[(KERNEL, [])]
+    )
+    found = Graphs(cast(Any, driver)).read(1, {1: lambda: 3})
+    assert [(raw.kind, raw.after, raw.within, raw.place) for raw in found] == [
+        (MEMSET, (), -1, 0), (KERNEL, (0,), 1, 0), (KERNEL, (1,), 1, 1), (MEMSET, (2,), 1, 2), (KERNEL, (3,), -1, 2),
+    ]  # fmt: skip
+    assert found[1].node // 100 == 3
+
+
+class Capturing:
+    """A stream that is captured into graph 9, which has two nodes and goes on from these."""
+
+    def __init__(self, *after: int) -> None:
+        self.after, self.added, self.status = list(after), list[tuple[Any, ...]](), 1
+
+    def call(self, name: str, *arguments: Any) -> None:
+        if name == "cuStreamGetCaptureInfo_v2":
+            arguments[1]._obj.value, arguments[3]._obj.value = self.status, 9
+        elif name == "cuGraphGetNodes":
+            arguments[2]._obj.value = 2
+        else:
+            node, graph, after, count, child = arguments
+            self.added.append((name, graph, [after[number] for number in range(count)], child))
+            node._obj.value = 77
+
+    def dependencies(self, stream: int) -> list[int]:
+        return self.after
+
+    def set_dependencies(self, stream: int, nodes: list[int]) -> None:
+        self.after = nodes
+
+
+@pytest.mark.parametrize("after", [[], [11, 12]])
+def test_a_graph_is_put_behind_what_was_captured_and_before_what_comes(after: list[int]) -> None:
+    driver = Capturing(*after)
+    assert Graphs(cast(Any, driver)).insert(5, 4) == 2
+    assert driver.added == [("cuGraphAddChildGraphNode", 9, after, 4)]
+    assert driver.after == [77]
+
+
+@pytest.mark.parametrize(("status", "graph"), [(0, 0), (1, 9), (2, 0)], ids=["none", "active", "broken"])
+def test_only_of_an_active_capture_is_said_which_graph_it_is(status: int, graph: int) -> None:
+    driver = Capturing()
+    driver.status = status
+    assert Graphs(cast(Any, driver)).captured_on(5) == graph
+
+
 def test_a_kernel_that_may_begin_before_the_one_before_it_has_ended_is_marked() -> None:
     graphs = Graphs(cast(Any, Driver(whole=[(KERNEL, []), (KERNEL, [0], None, True)])))
     assert [raw.is_serialized for raw in graphs.read(1)] == [False, True]

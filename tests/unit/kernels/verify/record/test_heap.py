@@ -166,3 +166,96 @@ def test_a_large_block_begins_with_a_page_whatever_lies_before() -> None:
     assert (small, next_small) == (4096, 4608), "small ones lie side by side"
     heap.give(large)
     assert heap.take(3 << 20, 7) == large
+
+
+def test_memory_of_a_pool_is_nobody_elses_whoever_gave_it_back_and_whatever_was_waited_for() -> None:
+    made = heap()
+    made.enter(1)
+    between, lasting = made.take(ALIGNMENT, 7), made.take(ALIGNMENT, 7)
+    made.give(between)
+    assert made.take(ALIGNMENT, 7) == between, "the same graph takes it again"
+    made.give(between)
+    made.enter(None)
+    for _ in range(2):
+        others = [made.take(ALIGNMENT, stream) for stream in (7, 8)]
+        assert between not in others
+        made.settle()
+    made.give(lasting)
+    made.settle()
+    assert made.take(62 * ALIGNMENT, 7) == 0
+    made.enter(2)
+    assert made.take(2 * ALIGNMENT, 7) not in (between, lasting), "another pool"
+    made.enter(1)
+    assert made.take(2 * ALIGNMENT, 7) == between
+
+
+def test_memory_of_a_pool_lasts_while_it_is_alive_and_is_poisoned_while_it_is_not() -> None:
+    made = heap()
+    made.enter(1)
+    between, lasting = made.take(ALIGNMENT, 7), made.take(ALIGNMENT, 7)
+    made.give(between)
+    made.enter(None)
+    made.settle()
+    assert made.live() == [(lasting, lasting + ALIGNMENT)]
+    assert (between, between + ALIGNMENT) in made.free
+
+
+def test_a_pool_ends_with_its_candidate() -> None:
+    made = heap()
+    made.enter(1)
+    made.give(made.take(ALIGNMENT, 7))
+    made.begin(START, END)
+    assert not made.is_pooled
+    assert made.take(END - START, 3) == START
+
+
+def test_a_pools_memory_is_given_to_one_of_its_streams_at_a_time() -> None:
+    made = heap()
+    made.enter(1)
+    address = made.take(ALIGNMENT, 7)
+    made.give(address)
+    assert made.take(ALIGNMENT, 8) != address
+
+
+def test_what_an_operator_keeps_beside_its_results_is_a_librarys() -> None:
+    made = heap()
+    result, workspace, passing = (made.take(ALIGNMENT, 0) for _ in range(3))
+    made.give(passing)
+    log = [(result, 10), (workspace, 20), (passing, 30)]
+    assert made.passing(log, {result}) == [(result, 10), (passing, 30)]
+
+
+def recorded(calls: int, temporaries: tuple[int, ...]) -> tuple[list[tuple[int, int]], int]:
+    """What a forward takes when it is captured, and the end of all, as a recorder calls it before: the first call keeps
+    something that lasts, each has temporaries of its own and an output.
+    """
+    made = heap()
+    made.take(3 * ALIGNMENT, 0)  # the bench's copies of the inputs
+
+    def forward(is_first: bool = False) -> int:
+        held = [made.take(size, 0) for size in temporaries]
+        if is_first:
+            made.take(2 * ALIGNMENT, 0)
+        output = made.take(4 * ALIGNMENT, 0)
+        for address in held:
+            made.give(address)
+        return output
+
+    output = forward(is_first=True)
+    made.take(4 * ALIGNMENT, 0)  # the bench's copy of the output, which lasts until the end
+    made.give(output)
+    made.settle()
+    for _ in range(calls - 1):
+        made.give(forward())
+        made.settle()
+    made.part()
+    forward()
+    return made.trail, made.used
+
+
+@pytest.mark.parametrize("temporaries", [(), (ALIGNMENT,), (8 * ALIGNMENT, ALIGNMENT), (2 * ALIGNMENT, 6 * ALIGNMENT)])
+def test_a_forward_that_was_called_once_is_captured_where_one_is_that_was_called_twice(
+    temporaries: tuple[int, ...],
+) -> None:
+    """Two recorders, one of which is brief, write the same bytes of a wrong candidate."""
+    assert recorded(1, temporaries) == recorded(2, temporaries)

@@ -11,7 +11,7 @@ import torch
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda.record.graph import NotRecordable
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
-from kbrl_async.kernels.verify.cuda.record.operators import OperatorSpan, Watch, _drops_nothing
+from kbrl_async.kernels.verify.cuda.record.operators import OperatorSpan, Watch, drops_nothing
 
 
 class Nodes:
@@ -69,10 +69,10 @@ def test_random_numbers_are_refused_and_a_dropout_that_is_off_draws_none() -> No
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     assert torch.Tag.nondeterministic_seeded in attention.tags
     q = torch.ones(1, 1, 16, 8)
-    assert _drops_nothing(attention, (q, q, q), {})
-    assert _drops_nothing(attention, (q, q, q, 0.0), {})
-    assert not _drops_nothing(attention, (q, q, q), {"dropout_p": 0.5})
-    assert not _drops_nothing(torch.ops.aten.rand_like.default, (q,), {})
+    assert drops_nothing(attention, (q, q, q), {})
+    assert drops_nothing(attention, (q, q, q, 0.0), {})
+    assert not drops_nothing(attention, (q, q, q), {"dropout_p": 0.5})
+    assert not drops_nothing(torch.ops.aten.rand_like.default, (q,), {})
 
 
 def test_an_operator_that_nobody_does_again_is_refused_by_name() -> None:

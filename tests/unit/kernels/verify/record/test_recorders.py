@@ -11,8 +11,10 @@ from typing import Any, cast
 import pytest
 
 from kbrl_async.errors import InfraError
+from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Limits
 from kbrl_async.kernels.verify import recording, wire
+from kbrl_async.kernels.verify.cuda import starting
 from kbrl_async.kernels.verify.cuda.prewarmed import PrewarmedChildren
 from kbrl_async.kernels.verify.cuda.record import session
 from kbrl_async.kernels.verify.cuda.record.session import Recorders
@@ -27,19 +29,20 @@ class Process:
     """A recorder whose candidates are answered by `answer`; None ends it."""
 
     def __init__(self, number: int, answer: Answer) -> None:
-        self.number, self.served, self.is_killed = number, 0, False
+        self.number, self.served, self.is_killed, self.mapped = number, 0, False, 0
         self.channel, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._answer = answer
-        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread = threading.Thread(target=self.serve, daemon=True)
         self._thread.start()
 
-    def _serve(self) -> None:
+    def serve(self) -> None:
         self._theirs.send(wire.encode(wire.Confined("full", ())))
         while True:
             data, fds, _, _ = socket.recv_fds(self._theirs, wire.MAX_REPLY, 8)
             if not data:
                 return
-            if isinstance(wire.decode_recorder_order(data), wire.Map):
+            if isinstance(order := wire.decode_recorder_order(data), wire.Map):
+                self.mapped = order.size
                 self._theirs.send(wire.encode(wire.Ready()))
             else:
                 self.served += 1
@@ -56,6 +59,9 @@ class Process:
 
     def has_ended(self) -> bool:
         return self.is_killed
+
+    def ending(self, within_s: float) -> str:
+        return "it was ended by signal 6 (SIGABRT)"
 
     def close(self) -> None:
         self.is_killed = True
@@ -104,11 +110,11 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Recor
     zygotes: list[Zygote] = []
     waiting: list[PrewarmedChildren] = []
 
-    def begin(answer: Answer, most_served: int = 64) -> tuple[Recorders, Zygote]:
+    def begin(answer: Answer, mostserved: int = 64) -> tuple[Recorders, Zygote]:
         zygote = Zygote(answer)
         zygotes.append(zygote)
         waiting.append(session.spares_for(cast(Any, zygote), Limits(), "cuda:0", 1))
-        made.append(Recorders(waiting[-1], "cuda:0", 1 << 20, most_served))
+        made.append(Recorders(waiting[-1], "cuda:0", 1 << 20, mostserved))
         return made[-1], zygote
 
     yield begin
@@ -125,7 +131,7 @@ def record(recorders: Recorders, deadline_s: float = 5.0, order: wire.RecordForw
 Start = Callable[..., tuple[Recorders, Zygote]]
 
 
-def test_one_process_serves_many_candidates(start: Start) -> None:
+def test_one_processserves_many_candidates(start: Start) -> None:
     recorders, zygote = start(lambda process: RIGHT)
     assert [record(recorders) for _ in range(5)] == [RIGHT] * 5
     assert [process.served for process in zygote.processes] == [5]
@@ -152,12 +158,43 @@ def test_whoever_is_recorded_alone_has_other_memory(start: Start) -> None:
     assert Arena.made == arenas + 1
 
 
-def test_more_memory_is_the_next_processs(start: Start) -> None:
+@pytest.mark.parametrize(("left", "served"), [(0, [2]), (512, [1, 1])])
+def test_more_memory_is_for_the_same_process_unless_something_is_left_in_the_old(
+    start: Start, left: int, served: list[int]
+) -> None:
     recorders, zygote = start(lambda process: RIGHT)
     record(recorders)
+    recorders._left = left
     recorders.grow(1 << 22)
     assert recorders.arena.size == 1 << 22
     record(recorders)
+    assert [process.served for process in zygote.processes] == served
+    assert [process.mapped for process in zygote.processes][-1] == 1 << 22
+
+
+def test_a_process_that_takes_no_more_memory_is_replaced(start: Start) -> None:
+    recorders, zygote = start(lambda process: None if process.served > 1 else RIGHT)
+    record(recorders)
+    assert record(recorders).refused
+    recorders.grow(1 << 22)
+    assert record(recorders) == RIGHT
+    assert [process.served for process in zygote.processes] == [2, 1]
+
+
+def test_where_there_is_no_memory_beside_the_old_the_process_that_holds_it_goes(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorders, zygote = start(lambda process: RIGHT)
+    record(recorders)
+
+    def new(size: int, device: object) -> Arena:
+        if not zygote.processes[0].is_killed:
+            raise CudaError("cuMemCreate", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+        return Arena(size)
+
+    monkeypatch.setattr(Arena, "new", new)
+    recorders.grow(1 << 22)
+    assert record(recorders) == RIGHT
     assert [process.served for process in zygote.processes] == [1, 1]
 
 
@@ -166,6 +203,18 @@ def test_a_process_that_ends_is_replaced_and_the_candidate_is_refused_in_words(s
     assert record(recorders).refused == "its recorder ended"
     assert record(recorders).refused == "its recorder ended"
     assert record(recorders) == RIGHT
+
+
+@pytest.mark.parametrize(("earlier", "is_fresh"), [(0, True), (1, False)])
+def test_who_ends_a_process_that_served_others_is_found_out_once_more(
+    start: Start, earlier: int, is_fresh: bool
+) -> None:
+    """Those may have laid that for whoever comes next."""
+    recorders, _ = start(lambda process: RIGHT if process.served <= earlier else None)
+    for _ in range(earlier):
+        record(recorders)
+    assert record(recorders).refused == "its recorder ended"
+    assert recorders.is_fresh == is_fresh
 
 
 def test_a_process_that_does_not_answer_is_killed_in_time(start: Start) -> None:
@@ -205,8 +254,75 @@ def test_words_that_no_recorder_says_are_its_end(start: Start) -> None:
 
 
 def test_a_host_that_starts_none_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_CONFINED_S", 0.01)
-    monkeypatch.setattr(Process, "_serve", lambda self: None)
-    recorders, _ = start(lambda process: RIGHT)
-    with pytest.raises(InfraError, match="did not start"):
+    monkeypatch.setattr(starting, "CONFINED_S", 0.01)
+    monkeypatch.setattr(Process, "serve", lambda self: None)
+    recorders, zygote = start(lambda process: RIGHT)
+    with pytest.raises(InfraError, match="a recorder did not start in its sandbox: it was not ready after"):
         record(recorders)
+    assert len(zygote.processes) == 1, "one that takes so long is not tried again"
+
+
+def _dies(process: Process) -> None:
+    process._theirs.close()
+
+
+def _dies_with_its_arena(process: Process) -> None:
+    _takes_its_arena(process)
+    process._theirs.close()
+
+
+def _takes_its_arena(process: Process) -> None:
+    process._theirs.send(wire.encode(wire.Confined("full", ())))
+    _, fds, _, _ = socket.recv_fds(process._theirs, wire.MAX_REPLY, 8)
+    os.close(fds[0])
+
+
+def _finds_no_memory_for_its_arena(process: Process) -> None:
+    _takes_its_arena(process)
+    process._theirs.send(wire.encode(wire.Failed("out_of_memory", "CUDA_ERROR_OUT_OF_MEMORY in cuMemMap")))
+
+
+def _says(what: wire.Reply) -> Callable[[Process], None]:
+    return lambda process: cast(None, process._theirs.send(wire.encode(what)))
+
+
+def only_the_first(monkeypatch: pytest.MonkeyPatch, starts: Callable[[Process], None], count: int) -> None:
+    """So many processes start like this, later ones as they should."""
+    serve = Process.serve
+    monkeypatch.setattr(Process, "serve", lambda self: starts(self) if self.number < count else serve(self))
+
+
+@pytest.mark.parametrize(
+    ("starts", "words"),
+    [
+        (_dies, "ended by signal 6"),
+        (_dies_with_its_arena, "ended by signal 6"),
+        (_says(wire.Failed("runtime_error", "MemoryError: addresses\nare taken")), "MemoryError: addresses are taken"),
+        (_says(wire.Ready()), "something else first"),
+    ],
+)
+def test_who_dies_before_its_first_candidate_is_nobodys_fault(
+    start: Start, monkeypatch: pytest.MonkeyPatch, starts: Callable[[Process], None], words: str
+) -> None:
+    only_the_first(monkeypatch, starts, starting.TRIES - 1)
+    recorders, zygote = start(lambda process: RIGHT)
+    assert record(recorders) == RIGHT
+    assert [process.served for process in zygote.processes] == [0] * (starting.TRIES - 1) + [1]
+    assert recorders.is_fresh
+    recorders.forget()
+    only_the_first(monkeypatch, starts, 99)
+    with pytest.raises(starting.NotStarted, match=words):
+        record(recorders)
+
+
+@pytest.mark.parametrize(
+    "starts", [_says(wire.Failed("out_of_memory", "CUDA error: out of memory")), _finds_no_memory_for_its_arena]
+)
+def test_a_recorder_without_memory_for_its_context_or_arena_is_not_tried_again_at_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch, starts: Callable[[Process], None]
+) -> None:
+    only_the_first(monkeypatch, starts, 99)
+    recorders, zygote = start(lambda process: RIGHT)
+    with pytest.raises(starting.NoRoom, match="no memory for a recorder"):
+        record(recorders)
+    assert len(zygote.processes) == 1
