@@ -144,12 +144,15 @@ def vary(
 
 def _shaped(tensor: torch.Tensor, kind: Kind, seed: int) -> torch.Tensor:
     """Element-wise functions of the values, or symmetric ones of the position: they keep structure, and strides. What
-    never comes near zero does not become zero: it may be a divisor.
+    never comes near zero does not become zero, it may be a divisor, nor all one value: rows without variance are, for
+    a normalisation, rounding errors and nothing else.
     """
     changed = _changed(tensor, kind, seed)
-    least, most = (float(end) for end in tensor.abs().aminmax())
+    magnitude = tensor.abs()
+    least, most = (float(end) for end in magnitude.aminmax())
     if least > _NEAR_ZERO * most and kind.shape != "graded":
-        changed.copy_(torch.where(changed == 0, tensor.sign() * least, changed))
+        nearer = magnitude.add_(least).mul_(0.5).copysign_(tensor)
+        torch.where(changed == 0, nearer, changed, out=changed)
     return changed
 
 

@@ -133,7 +133,9 @@ def test_the_zygote_is_asked_about_a_child_only_when_that_has_ended(
 def test_a_child_that_can_not_be_killed_does_not_take_the_zygote_along(
     zygote: Zygote, tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child = started(zygote, tmp_path, "sleep 30")
+    child = started(zygote, tmp_path, "touch runs; exec sleep 30")
+    while not os.path.exists(os.path.join(tmp_path, "runs")):  # before, it would end by its socket's end
+        time.sleep(0.01)
     pidfd, generation = os.pidfd_open(child.host_pid), zygote.generation
     with monkeypatch.context() as patch:
         patch.setattr(client, "DEATH_S", 0.01)

@@ -98,6 +98,18 @@ def test_every_kind_has_the_scale_that_it_says() -> None:
     assert set(varied["binary"].unique().tolist()) == {0.0, 1.0}
 
 
+@pytest.mark.parametrize("name", ["spikes", "negated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("side", [1, -1])
+def test_rows_that_never_come_near_zero_keep_a_variance(name: str, dtype: torch.dtype, side: int) -> None:
+    """Of a constant row a LayerNorm makes rounding errors: honest kernels differ in them by more than is allowed."""
+    x = side * (torch.rand(4000, 12) * 3 + 5).to(dtype)
+    varied = vary([x], by_name(name), random.Random(4))[0] / by_name(name).scale
+    assert (varied != x).float().mean() > 0.5
+    assert (varied * side >= 5).all()
+    assert varied.float().std(-1).min() > 0.05
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_what_a_problem_promises_of_its_inputs_holds_in_every_set(kind: Kind) -> None:
     square = torch.randn(12, 12)
