@@ -34,7 +34,7 @@ from kbrl_async.lab.small_policy.author import Habits
 from kbrl_async.lab.small_policy.corpus import CorpusExample, examples
 from kbrl_async.learning.packing import TREE_TOKENS
 from kbrl_async.learning.settings import Sft
-from kbrl_async.learning.sft import SftReport, train_sft
+from kbrl_async.learning.sft import SftReport, is_bf16_faster, train_sft
 from kbrl_async.weights import MADE
 
 PAD, EOS = "<pad>", "<eos>"
@@ -139,6 +139,7 @@ def make_policy(folder: Path, options: SmallPolicyOptions, progress: Progress, d
             sft,
             lambda step, loss, share: progress(f"step {step} of {sft.steps}, loss {loss:.2f}", share),
             tree_tokens=tree_tokens,
+            bf16=is_bf16_faster(torch.device(device)),
             workers=workers,
         )
     model.to("cpu").save_pretrained(folder)
