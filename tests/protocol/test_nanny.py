@@ -23,8 +23,11 @@ SERVICE = """
 import asyncio, os, sys
 from pathlib import Path
 from kbrl_async.errors import DiskFull, HostError, InfraError
+from services.runtime import nanny
 from services.runtime.nanny import run_service
 from services.runtime.pulse import serving
+
+nanny.STOP_GRACE_S = 50.0  # a child that the host has stand still is not killed for it
 
 async def main(stop):
     starts = Path(sys.argv[2])
@@ -51,7 +54,10 @@ if __name__ == "__main__":
 """
 BROKER = """
 import sys
+from services.runtime import nanny
 from services.runtime.nanny import run_service
+
+nanny.STOP_GRACE_S = 50.0
 
 async def main(stop):
     from services.broker.options import BrokerOptions
@@ -151,7 +157,7 @@ def test_a_service_that_is_killed_starts_again(tmp_path: Path) -> None:
 
 
 def test_a_service_that_crashes_again_and_again_is_given_up(capfd: pytest.CaptureFixture[str]) -> None:
-    nanny = Nanny("demo", [sys.executable, "-S", "-c", "raise SystemExit(7)"], max_crashes=3, first_wait_s=0.01)
+    nanny = Nanny("demo", [sys.executable, "-S", "-c", "raise SystemExit(7)"], max_crashes=3, window_s=600, first_wait_s=0.01)
     assert nanny.run() == 1
     assert "error: demo crashed 3 times, last with code 7" in capfd.readouterr().err
 
@@ -248,11 +254,14 @@ def test_who_has_to_be_killed_at_a_stop_has_failed_only_if_it_was_at_work(
     monkeypatch.setattr(nanny_module, "STOP_GRACE_S", 0.0)
     with subprocess.Popen(["sleep", "600"]) as launcher:
         deaf = f"""
-import os, signal, time
+import fcntl, os, signal, termios, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-os.write(int(os.environ["KBRL_NANNY_PULSE"]), {beat!r})
+pulse = int(os.environ["KBRL_NANNY_PULSE"])
+os.write(pulse, {beat!r})
+while any(fcntl.ioctl(pulse, termios.FIONREAD, bytes(4))):  # its nanny has not heard it yet
+    time.sleep(0.01)
 os.kill({launcher.pid}, 9)
-time.sleep(60)"""
+time.sleep(600)"""
         assert Nanny("demo", [sys.executable, "-S", "-c", deaf], launcher=identity(launcher.pid)).run() == code
 
 
