@@ -280,7 +280,7 @@ def test_a_worker_whose_brokers_name_resolves_late_says_so_and_joins_then(tmp_pa
             env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         try:
-            async with asyncio.timeout(60), Producer(run.submit) as producer:
+            async with asyncio.timeout(200), Producer(run.submit) as producer:
                 assert process.stdout is not None
                 line = (await process.stdout.readline()).decode()
                 assert "the name late.invalid can't be resolved" in line
@@ -293,7 +293,7 @@ def test_a_worker_whose_brokers_name_resolves_late_says_so_and_joins_then(tmp_pa
             await process.wait()
             await run.crash()
 
-    asyncio.run(asyncio.wait_for(play(), 60))
+    asyncio.run(asyncio.wait_for(play(), 200))
 
 
 def _port(broker: BrokerServer) -> int:
@@ -414,7 +414,7 @@ def test_a_peer_that_vanishes_without_a_word_loses_its_lease_and_finds_back_with
         finally:
             await site.stop()
 
-    asyncio.run(asyncio.wait_for(play(), 60))
+    asyncio.run(asyncio.wait_for(play(), 200))
 
 
 QUIETLY = """
@@ -457,6 +457,6 @@ def test_a_host_that_is_cut_off_for_good_leaves_no_connection_behind(
             await site.stop()
 
     try:
-        asyncio.run(asyncio.wait_for(play(), 60))
+        asyncio.run(asyncio.wait_for(play(), 200))
     finally:
         host.close()
