@@ -269,9 +269,7 @@ class BrokerServer:
             sends.append((self._work.socket, route, framing.encode(msg.Drain(f"refused: {reason}"))))
         return bool(reason)
 
-    def _handle(
-        self, event: ev.Event, payload: list[bytes], sends: list[tuple[Socket, bytes, list[bytes]]]
-    ) -> None:
+    def _handle(self, event: ev.Event, payload: list[bytes], sends: list[tuple[Socket, bytes, list[bytes]]]) -> None:
         assert self._journal is not None
         self._troubles.saw(event, self.ledger)
         for action in self.ledger.handle(event, self._turned_at):
