@@ -74,6 +74,15 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.getcwd()}
 PATIENCE_S = 200.0
 
 
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """A nanny that runs in this process takes them, and later tests of it would find its handlers."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
 def command(tmp_path: Path, how: str) -> list[str]:
     (tmp_path / "demo.py").write_text(SERVICE)
     return [sys.executable, str(tmp_path / "demo.py"), how, str(tmp_path / "starts")]
