@@ -119,7 +119,7 @@ def test_an_openenv_server_serves_episodes_and_refuses_what_is_none() -> None:
             env.reset(problem_id="L9/99")
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(120)
 
 
 def _until_it_listens(url: str) -> None:

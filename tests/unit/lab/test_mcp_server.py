@@ -125,7 +125,7 @@ def served(tmp_path: Path) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
 
 
 def test_over_http_only_who_has_the_key_gets_in(served: str) -> None:
