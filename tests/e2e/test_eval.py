@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ SAMPLES = 4
 
 class Endpoint(BaseHTTPRequestHandler):
     asked: list[str] = []  # noqa: RUF012 - one list for all requests is the point
+    numbers = itertools.count(1)
     may_end = threading.Event()
     """The last answer waits for it: so long the evaluation is in its middle, however slow who looks at it is."""
 
@@ -37,7 +39,7 @@ class Endpoint(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         Endpoint.asked.append(body["messages"][-1]["content"])
-        if len(Endpoint.asked) == SAMPLES:
+        if next(Endpoint.numbers) == SAMPLES:
             Endpoint.may_end.wait(PATIENCE_S)
         message = {"role": "assistant", "content": ANSWER}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
@@ -55,7 +57,7 @@ class Endpoint(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    Endpoint.asked = []
+    Endpoint.asked, Endpoint.numbers = [], itertools.count(1)
     Endpoint.may_end.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
     threading.Thread(target=server.serve_forever, daemon=True).start()
