@@ -265,7 +265,7 @@ def services(run_dir: Path, *instances: str, **more: str) -> Iterator[dict[str, 
         for process in started.values():
             process.send_signal(signal.SIGTERM)
         for process in started.values():
-            process.wait(20)
+            process.wait(120)
 
 
 def broker_options(folder: Path, **more: Any) -> BrokerOptions:

@@ -19,7 +19,7 @@ from services.broker.options import BrokerOptions
 from services.broker.server import BrokerServer
 from services.runtime import HandlerOutcome, Worker, addresses
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -85,7 +85,7 @@ Test = Callable[[Path], None]
 
 
 def scenario_of(make: Callable[[Path], Made]) -> Callable[[Callable[[Made], Coroutine[Any, Any, None]]], Test]:
-    """A decorator that runs an async test on a fresh scene, within thirty seconds."""
+    """A decorator that runs an async test on a fresh scene, within `PATIENCE_S`."""
 
     def scenario(body: Callable[[Made], Coroutine[Any, Any, None]]) -> Test:
         def test(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ class Link:
     def close(self) -> None:
         """The devices go with their router."""
         if self._router is not None:
-            self._router.communicate(timeout=20)
+            self._router.communicate(timeout=120)
 
 
 class Host:

@@ -117,7 +117,7 @@ class Run:
                 self.process.wait(15)
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait(5)
+                self.process.wait(120)
 
 
 def assert_counters_add_up(summary: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ def assert_replays(run: Run) -> None:
     """Journal and archive are complete: every decision and every update can be made again, to the last bit."""
     command = [sys.executable, "-m", "kbrl_async", "replay", str(run.path), "--json"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "KBRL_LOG_PATH": str(run.path.parent)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["divergence"] is None

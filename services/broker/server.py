@@ -35,6 +35,7 @@ from protocols.opinions import agreeing, timings
 from protocols.second_opinions import CHECKED
 from protocols.sockets import VIEWERS_DOMAIN, ZAP_DOMAIN, AddressError, BoundRouter, Socket
 from services.broker.artifact_exchange import ArtifactExchange
+from services.broker.awake import AwakeClock
 from services.broker.gate import Gate
 from services.broker.journal import Journal
 from services.broker.metrics import MetricsFile
@@ -44,6 +45,8 @@ from services.runtime.channel import drain, readable, send_frames
 from services.runtime.meters import LoadMeter
 from services.runtime.pulse import serving
 
+LONGEST_TURN = 2.0
+"""In heartbeats. A turn comes with each of them; what is longer counts as so much, before anybody has missed three."""
 log = structlog.get_logger()
 
 
@@ -53,6 +56,9 @@ class BrokerServer:
     def __init__(self, options: BrokerOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self.options = options
         self._clock = clock
+        self.awake = AwakeClock(clock, LONGEST_TURN * options.ledger.heartbeat_s)
+        """The ledger's time."""
+        self._turned_at = self.awake()
         self._events: list[ev.Event] = [ev.Tick()]
         self.malformed = 0
         """Messages that were none and have been dropped."""
@@ -124,7 +130,7 @@ class BrokerServer:
         )
         if self.options.quarantine.exists():
             self.ledger.checks.quarantined |= set(self.options.quarantine.read_text(encoding="utf-8").split())
-        self.ledger.restore(snapshot, self._clock())
+        self.ledger.restore(snapshot, self.awake())
         log.info("broker ready", epoch=self._journal.epoch, live=len(self.ledger.tasks.live))
 
     async def _serve(self, stop: asyncio.Event | None) -> None:
@@ -183,11 +189,11 @@ class BrokerServer:
     def _take_turn(self) -> None:
         assert self._journal is not None
         sends: list[tuple[Socket, bytes, list[bytes]]] = []
-        now = self._clock()
+        now, self._turned_at = self._clock(), self.awake()
         events, self._events = self._events, []
         for event in events:
             if not isinstance(event, ev.Tick):
-                self._handle(event, [], now, sends)
+                self._handle(event, [], sends)
         for public, frames in self._arrived(self._work, now):
             self._decode(ev.FromWorker, public, frames, now, sends)
         for public, frames in self._arrived(self._submit, now):
@@ -195,7 +201,7 @@ class BrokerServer:
         # Whoever beat while this loop was held up, by a slow disk say, is heard before anybody is judged to be silent.
         for event in events:
             if isinstance(event, ev.Tick):
-                self._handle(event, [], now, sends)
+                self._handle(event, [], sends)
         self._journal.commit(self.ledger.counters)
         for socket, route, frames in sends:
             self._send(socket, route, frames)
@@ -234,9 +240,9 @@ class BrokerServer:
         if isinstance(message, msg.Want | msg.Offer):
             sends.append((self._work.socket, frames[0], self._transfer(owner, message, payload)))
         elif kind is ev.FromWorker:
-            self._handle(ev.FromWorker(frames[0], message, owner), payload, now, sends)
+            self._handle(ev.FromWorker(frames[0], message, owner), payload, sends)
         else:
-            self._handle(ev.FromProducer(frames[0], message), payload, now, sends)
+            self._handle(ev.FromProducer(frames[0], message), payload, sends)
 
     def _transfer(self, owner: str, message: msg.Want | msg.Offer, payload: list[bytes]) -> list[bytes]:
         """A piece of an artifact, from or for a host that shares no disk."""
@@ -263,12 +269,10 @@ class BrokerServer:
             sends.append((self._work.socket, route, framing.encode(msg.Drain(f"refused: {reason}"))))
         return bool(reason)
 
-    def _handle(
-        self, event: ev.Event, payload: list[bytes], now: float, sends: list[tuple[Socket, bytes, list[bytes]]]
-    ) -> None:
+    def _handle(self, event: ev.Event, payload: list[bytes], sends: list[tuple[Socket, bytes, list[bytes]]]) -> None:
         assert self._journal is not None
         self._troubles.saw(event, self.ledger)
-        for action in self.ledger.handle(event, now):
+        for action in self.ledger.handle(event, self._turned_at):
             match action:
                 case ev.Dispatch(route, task):
                     sends.append((self._work.socket, route, framing.encode(task, self._records[task.task_id])))
@@ -281,7 +285,7 @@ class BrokerServer:
                 case ev.Compare(task_id):
                     self._watch_drift(task_id)
                     agree = agreeing(self.opinions.get(task_id, []), self.options.ledger.checks.tolerance)
-                    self._handle(ev.Compared(task_id, agree), [], now, sends)
+                    self._handle(ev.Compared(task_id, agree), [], sends)
                 case ev.Settle(row, opinion):
                     settled = self.opinions[row.task_id][opinion]
                     self._journal.perform(ev.Append(row), settled)
@@ -352,7 +356,7 @@ class BrokerServer:
         """How the system stands; what viewers get."""
         now = self._clock()
         report = msgspec.structs.replace(
-            self.ledger.status(now),
+            self.ledger.status(self.awake()),
             at=round(time.time(), 3),
             uptime_s=round(now - self._born, 1),
             broker=self.load,
@@ -407,7 +411,7 @@ class BrokerServer:
         self._alerted = unserved
 
     def figures(self) -> dict[str, object]:
-        stats = self.ledger.stats(self._clock())
+        stats = self.ledger.stats(self.awake())
         self.load = load = self._meter.take()
         counters = {**self.ledger.counters, "live": len(self._records), "malformed": self.malformed}
         if self.gate is not None:

@@ -26,13 +26,15 @@ from services.runtime import HandlerOutcome, Producer, Worker
 from tests.brokers import endpoints, until
 from tests.links import Host, LinkError
 
-PATIENCE_S = 90.0
+PATIENCE_S = 200.0
 HEARTBEAT_S = 0.2
 PARTITION_S = 3.0
 """Much longer than it takes to be suspected, and than a lease lasts without beats."""
 LEDGER = LedgerOptions(
     heartbeat_s=HEARTBEAT_S, compile=StageOptions(ttl_s=1.5, max_losses=None), bench=StageOptions(1.5, max_losses=None)
 )
+PATIENT = LedgerOptions(heartbeat_s=HEARTBEAT_S)
+"""Where no lease is to run out: a worker's process may stand still for a while."""
 WORKER = """
 import asyncio, signal, sys
 from kbrl_async.keyring import client_keys
@@ -73,12 +75,12 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 class Site:
     """A broker for all addresses, a producer and a scorer beside it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ledger: LedgerOptions) -> None:
         self.ring = Keyring(folder / "keys")
         self.issued = {role: self.ring.new(role, "away") for role in (Role.COMPILE, Role.BENCH)}
         self.ring.new(Role.AGGREGATOR, "local")
         self.broker = BrokerServer(
-            BrokerOptions(str(folder), "tcp://127.0.0.1:*", "tcp://0.0.0.0:*", keys=str(folder / "keys"), ledger=LEDGER)
+            BrokerOptions(str(folder), "tcp://127.0.0.1:*", "tcp://0.0.0.0:*", keys=str(folder / "keys"), ledger=ledger)
         )
         self.seen: list[tuple[str, list[bytes]]] = []
 
@@ -123,9 +125,9 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def opened(folder: Path) -> AsyncIterator[tuple[Site, Producer]]:
+async def opened(folder: Path, ledger: LedgerOptions = LEDGER) -> AsyncIterator[tuple[Site, Producer]]:
     async with (
-        Site(folder) as site,
+        Site(folder, ledger) as site,
         asyncio.timeout(PATIENCE_S),
         Producer(site.submit, keys=site.keys) as producer,
     ):
@@ -171,13 +173,13 @@ def test_delay_and_loss_cost_time_and_nothing_else(tmp_path: Path, hosts: tuple[
 def test_a_host_may_join_late_and_leave_early(tmp_path: Path, hosts: tuple[Host, Host]) -> None:
     async def play() -> None:
         farm, bench = hosts
-        async with opened(tmp_path) as (site, producer):
+        async with opened(tmp_path, PATIENT) as (site, producer):
             await asyncio.gather(*(producer.submit(f"t{n}", "compile", [b"request"]) for n in range(60)))
             site.place(farm, bench)
             await site.until(10)
             (leaving,) = farm.processes
             leaving.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(leaving.wait, 30) == 0
+            assert await asyncio.to_thread(leaving.wait, PATIENCE_S) == 0
             address = f"tcp://{bench.link.here}:{site.port}"
             start(bench, address, "away.compile2", "compile", "bench", str(site.issued[Role.COMPILE]))
             await site.until(60)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.builds import ADDED, REPOSITORY, environment, next_protocols
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 SITE = """
 import asyncio, collections, json, sys, zmq
 from protocols import messages as msg

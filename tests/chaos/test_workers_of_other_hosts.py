@@ -37,7 +37,7 @@ from tests.candidates import affine, elementwise
 PROBLEM = Problem("L1/01_double", 1, "double", affine(shape="64, 256"))
 CANDIDATE = Candidate(elementwise("2 * x[i] + 1"), "c")
 ANY = "tcp://0.0.0.0:*"
-PATIENCE_S = 150.0
+PATIENCE_S = 250.0
 
 
 def start_worker(kind: str, site: Path, address: str, keys: Path) -> subprocess.Popen[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -17,16 +18,20 @@ import pytest
 from kbrl_async.runs.archive.archive import ArchiveReader
 from protocols.records import Timing
 from tests.candidates import affine, elementwise
-from tests.running import REPOSITORY, Run
+from tests.running import PATIENCE_S, REPOSITORY, Run
 
 pytestmark = pytest.mark.timeout(900)
 
 ANSWER = f"```python\n{elementwise('2 * x[i] + 1')}```"
 """Right for the problem with factor 2, wrong for the other one."""
+SAMPLES = 4
 
 
 class Endpoint(BaseHTTPRequestHandler):
     asked: list[str] = []  # noqa: RUF012 - one list for all requests is the point
+    numbers = itertools.count(1)
+    may_end = threading.Event()
+    """The last answer waits for it: so long the evaluation is in its middle, however slow who looks at it is."""
 
     def do_GET(self) -> None:
         self._send({"object": "list", "data": [{"id": "m", "object": "model"}]})
@@ -34,6 +39,8 @@ class Endpoint(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         Endpoint.asked.append(body["messages"][-1]["content"])
+        if next(Endpoint.numbers) == SAMPLES:
+            Endpoint.may_end.wait(PATIENCE_S)
         message = {"role": "assistant", "content": ANSWER}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         self._send({"choices": [choice], "usage": {"prompt_tokens": 10, "completion_tokens": 20}})
@@ -50,10 +57,12 @@ class Endpoint(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    Endpoint.asked = []
+    Endpoint.asked, Endpoint.numbers = [], itertools.count(1)
+    Endpoint.may_end.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    Endpoint.may_end.set()
     server.shutdown()
     server.server_close()
 
@@ -100,6 +109,7 @@ def test_an_endpoint_is_evaluated_though_the_evaluator_dies_in_the_middle(tmp_pa
     try:
         evaluation.until(lambda: any(line["event"] == "scored" for line in evaluation.log("evaluator")))
         evaluation.kill("evaluator")
+        Endpoint.may_end.set()
         assert evaluation.wait() == 0, evaluation.tail()
     finally:
         evaluation.close()
@@ -113,7 +123,7 @@ def test_an_endpoint_is_evaluated_though_the_evaluator_dies_in_the_middle(tmp_pa
     }
     assert document["lost"] == {}
     assert document["overall"]["raw"]["pass_at_k"]["2"]["value"] == 0.5
-    assert len(Endpoint.asked) == 4, "what the broker has is not asked for again"
+    assert len(Endpoint.asked) == SAMPLES, "what the broker has is not asked for again"
     results = json.loads((evaluation.path / "kernelbench" / "level1" / "eval_results.json").read_text())
     assert [entry["correctness"] for entry in results["1"] + results["2"]] == [True, True, False, False]
     assert list((evaluation.path / "tensorboard" / "eval").glob("events.out.*"))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.running import REPOSITORY, TINY
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 STEP = re.compile(
     r"^policy 0: (L1/\w+)(?:, L1/\w+)*: (\d+) answers, \d+ compiled, \d+ correct .* ─▶ policy 1, loss -?\d",
@@ -23,7 +23,7 @@ STEP = re.compile(
 def run(name: str, *words: str) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("KBRL_")} | {"PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-W", "error::SyntaxWarning", str(REPOSITORY / "examples" / name), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

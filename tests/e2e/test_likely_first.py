@@ -12,6 +12,7 @@ from benchmarks.harness import ONE_THREAD, services
 from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, make_row
 from kbrl_async.runs.config import load
 from kbrl_async.runs.folder import prepare
+from kbrl_async.runs.status_client import StatusClient
 from protocols.messages import Stage, Task
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Verdict
 from protocols.rollout import Record
@@ -20,7 +21,7 @@ from tests.brokers import working
 from tests.candidates import elementwise
 from tests.e2e.test_verifiers import sent
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 RIGHT = [Candidate(elementwise(f"2 * x[i] + 1 + {number} - {number}"), "c") for number in range(3)]
 WRONG = [Candidate(elementwise(f"2 * x[i] + 2 + {number} - {number}"), "c") for number in range(3)]
 
@@ -38,6 +39,11 @@ def taught_the_opposite(folder: Path) -> Path:
             row = make_row(f"g{number}.r0", Record.decode(frames), at=0, clock=0, purpose="train", reward=0.0)
             archive.add(row, frames)
     return folder
+
+
+async def waiting(viewer: StatusClient, stage: Stage) -> int:
+    report = await asyncio.to_thread(viewer.ask, 5.0)
+    return 0 if report is None else sum(one.queued for one in report.stages if one.stage == stage)
 
 
 async def judged(tmp_path: Path) -> list[tuple[str, Fault]]:
@@ -58,12 +64,13 @@ async def judged(tmp_path: Path) -> list[tuple[str, Fault]]:
 
     places = {"TMPDIR": str(tmp_path), **ONE_THREAD}
     with services(run.path, "broker.1", "compile_farm.1", **places):
-        async with working(Worker(found.work, "collector", [Stage.SCORE], 4, collect)), asyncio.timeout(150):
+        async with working(Worker(found.work, "collector", [Stage.SCORE], 4, collect)), asyncio.timeout(400):
             async with Producer(found.submit) as producer:
                 for name, candidate in work.items():
                     await producer.submit(name, Stage.COMPILE, sent(name, candidate, is_timed=False), needs="c")
-            while len(list((run.path / "artifacts").rglob("*.so"))) < len(work):
-                await asyncio.sleep(0.05)
+            with StatusClient(found.status) as viewer:
+                while await waiting(viewer, Stage.BENCH) < len(work):
+                    await asyncio.sleep(0.05)
             with services(run.path, "timing_bench.1", **places):
                 await is_whole.wait()
     return seen

@@ -26,7 +26,7 @@ WORDS = ("batch_size=2", "group_size=4", "max_steps=2", "level=1", "lora_rank=8"
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_a_model_that_is_a_config_alone_is_trained_on_given_answers(tmp_path: Path) -> None:
     (folder := tmp_path / "toy").mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPE))

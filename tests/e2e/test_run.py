@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from kbrl_async.lab.small_policy.configured import small_options
 from kbrl_async.lab.small_policy.making import ensure_small_policy
 from kbrl_async.runs.config import load
+from tests.ports import free_port
 from tests.running import TINY, Run, assert_counters_add_up, assert_figures_are_true
 
 pytestmark = pytest.mark.timeout(900)
@@ -79,19 +79,12 @@ def test_rollouts_take_turns_without_allowed_lag_and_each_turn_is_trained_on(sta
     assert_figures_are_true(run)
 
 
-def free_ports() -> tuple[int, int]:
-    with socket.socket() as first, socket.socket() as second:
-        for probe in (first, second):
-            probe.bind(("127.0.0.1", 0))
-        return first.getsockname()[1], second.getsockname()[1]
-
-
 @pytest.mark.long
 def test_any_hugging_face_folder_can_be_trained_with_lora_and_the_queues_can_be_tcp(
     start_run: Start, policy_cache: Path
 ) -> None:
     small = ensure_small_policy(policy_cache, small_options(load(overrides=[*TINY])))  # as an earlier run has made it
-    submit, work = free_ports()
+    submit, work = free_port(), free_port()
     run = start_run(
         f"model_name={small}",
         "lora_rank=4",

@@ -42,7 +42,7 @@ class Service:
         self.client = httpx.Client(base_url=self._address(), timeout=300)
 
     def _address(self) -> str:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 240
         while time.monotonic() < until and self.process.poll() is None:
             if found := re.search(r"ready at (http://\S+)", self._log.read_text(errors="replace")):
                 return found[1]
@@ -104,7 +104,7 @@ def as_expected(answer: dict[str, Any], fault: str) -> dict[str, Any]:
 
 
 def wait_for(service: Service, job: str) -> dict[str, Any]:
-    until = time.monotonic() + 200
+    until = time.monotonic() + 300
     while time.monotonic() < until:
         found: dict[str, Any] = service.client.get(f"/v1/jobs/{job}").json()
         if found["status"] in ("done", "failed"):
@@ -124,4 +124,4 @@ def test_it_stops_in_order_and_says_who_has_the_port(started: Any, tmp_path: Pat
     assert second.returncode == 3
     assert f"127.0.0.1:{port} can't be had" in second.stdout + second.stderr
     service.process.send_signal(signal.SIGTERM)
-    assert service.process.wait(30) == 0
+    assert service.process.wait(120) == 0

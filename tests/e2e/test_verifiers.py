@@ -25,7 +25,7 @@ from services.runtime import HandlerOutcome, Producer, Worker, addresses
 from tests.brokers import working
 from tests.candidates import affine, elementwise
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 PROBLEM = Problem("L1/01_affine", 1, "affine", affine(2, "64, 128"))
 RIGHT, WRONG = (Candidate(elementwise(f"2 * x[i] + {offset}"), "c") for offset in (1, 2))
 
@@ -59,7 +59,7 @@ async def judged(tmp_path: Path) -> dict[str, Record]:
     with services(run.path, *names, TMPDIR=str(tmp_path), **ONE_THREAD):
         async with (
             working(Worker(found.work, "collector", [Stage.SCORE], 4, collector.collect)),
-            asyncio.timeout(150),
+            asyncio.timeout(400),
             Producer(found.submit) as producer,
         ):
             for name, (candidate, is_timed) in work.items():

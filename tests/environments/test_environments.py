@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ import httpx
 import pytest
 
 from tests.pages import ROOT
+from tests.ports import free_port
 
 PACKAGE = ROOT / "environments" / "kbrl_kernels"
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
@@ -100,9 +100,7 @@ def test_an_openenv_server_serves_episodes_and_refuses_what_is_none() -> None:
     needs("openenv.core")
     from openenv.core.generic_client import GenericEnvClient
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "kbrl_kernels.openenv_server", "--port", str(port), "--no-timing", "--turns", "2"]
     server = subprocess.Popen(command, env=environment())
@@ -121,11 +119,11 @@ def test_an_openenv_server_serves_episodes_and_refuses_what_is_none() -> None:
             env.reset(problem_id="L9/99")
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(120)
 
 
 def _until_it_listens(url: str) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 180
     while True:
         try:
             httpx.get(f"{url}/health")

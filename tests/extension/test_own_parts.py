@@ -108,7 +108,7 @@ def test_an_embedder_of_ones_own_and_a_loss_by_its_entry_point_train_a_policy(
     (kernels / "scale_kernel.py").write_text(KERNEL)
     words = ("index", "build", str(kernels), "--output", str(index), "--model", f"{PARTS}.embedder:Words")
     command = [sys.executable, "-m", "kbrl_async", *words]
-    subprocess.run(command, env={**os.environ, **IMPORTABLE}, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, env={**os.environ, **IMPORTABLE}, check=True, capture_output=True, timeout=400)
     settings = (
         "prompt.option=raicl",
         f"prompt.index={index}",

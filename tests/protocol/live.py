@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,20 @@ from tests.brokers import beside, scenario_of, working
 TTL_S = 1.5
 QUICK = StageOptions(ttl_s=TTL_S)
 LEDGER = LedgerOptions(heartbeat_s=0.05, generate=QUICK, compile=QUICK, bench=QUICK, score=QUICK, train=QUICK)
+PATIENT = LedgerOptions(heartbeat_s=0.05)
+"""For workers in a process of their own, which may stand still while the broker does not."""
 
 
 class Run:
-    def __init__(self, folder: Path) -> None:
-        self.options = beside(folder, ledger=LEDGER, metrics_s=0.05)
+    def __init__(self, folder: Path, ledger: LedgerOptions = LEDGER) -> None:
+        self.options = beside(folder, ledger=ledger, metrics_s=0.05)
         self.submit, self.work = self.options.submit_address, self.options.work_address
+        self.clock = time.monotonic
         self.broker = BrokerServer(self.options)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self.broker = BrokerServer(self.options)
+        self.broker = BrokerServer(self.options, self.clock)
         self._task = asyncio.create_task(self.broker.run())
         await asyncio.sleep(0)
 
@@ -50,3 +54,4 @@ class Run:
 
 
 scenario = scenario_of(Run)
+patient_scenario = scenario_of(lambda folder: Run(folder, PATIENT))

@@ -26,7 +26,7 @@ from services.broker.server import BrokerServer
 from services.broker.status import StatusDesk
 from services.runtime import HandlerOutcome, Producer
 from tests.brokers import PATIENCE_S, beside, ends, until
-from tests.protocol.live import LEDGER, TTL_S, Run, scenario
+from tests.protocol.live import LEDGER, TTL_S, Run, patient_scenario, scenario
 
 WEDGE_S = 0.6
 
@@ -114,7 +114,7 @@ async def test_work_that_runs_through_a_broker_crash_is_adopted_and_not_done_twi
     assert started == ["t1"]
 
 
-@scenario
+@patient_scenario
 async def test_a_worker_that_is_killed_loses_its_task_to_another(run: Run) -> None:
     code = (
         "import asyncio, sys\nfrom services.runtime import Worker\n"

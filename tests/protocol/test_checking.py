@@ -385,7 +385,7 @@ def what_goes_on(
         others = [Worker(options.work_address, f"{name}.1", [name], 4, takes) for name in following]
         async with serving(BrokerServer(options)) as broker, working(*honest, *others):
             lying = asyncio.create_task(saying("liar", lie).run())
-            async with asyncio.timeout(40), Producer(options.submit_address) as producer:
+            async with asyncio.timeout(120), Producer(options.submit_address) as producer:
                 await until(lambda: len(broker.ledger.pool.by_id) == 3 + len(following))
                 await asyncio.gather(*(producer.submit(f"t{n}", stage, [b"request"], f"g{n}") for n in range(count)))
                 await until(lambda: len(records) >= count)

@@ -92,7 +92,7 @@ def test_a_broker_that_has_candidates_timed_twice_tells_that_a_bench_is_ahead(tm
             run.worker("aggregator", "score", ends),
         )
         try:
-            async with asyncio.timeout(30), run.running(*workers), Producer(run.submit) as producer:
+            async with asyncio.timeout(120), run.running(*workers), Producer(run.submit) as producer:
                 await until(lambda: len(run.broker.ledger.pool.by_id) == len(workers))  # a lone bench is not checked
                 for number in range(ENOUGH):
                     await producer.submit(f"t{number}", "bench", [b"candidate"])

@@ -23,8 +23,11 @@ SERVICE = """
 import asyncio, os, sys
 from pathlib import Path
 from kbrl_async.errors import DiskFull, HostError, InfraError
+from services.runtime import nanny
 from services.runtime.nanny import run_service
 from services.runtime.pulse import serving
+
+nanny.STOP_GRACE_S = 50.0  # a child that the host has stand still is not killed for it
 
 async def main(stop):
     starts = Path(sys.argv[2])
@@ -51,7 +54,10 @@ if __name__ == "__main__":
 """
 BROKER = """
 import sys
+from services.runtime import nanny
 from services.runtime.nanny import run_service
+
+nanny.STOP_GRACE_S = 50.0
 
 async def main(stop):
     from services.broker.options import BrokerOptions
@@ -63,7 +69,18 @@ async def main(stop):
 if __name__ == "__main__":
     run_service("broker", main)
 """
+pytestmark = pytest.mark.timeout(600)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.getcwd()}
+PATIENCE_S = 200.0
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """A nanny that runs in this process takes them, and later tests of it would find its handlers."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
 
 
 def command(tmp_path: Path, how: str) -> list[str]:
@@ -72,7 +89,7 @@ def command(tmp_path: Path, how: str) -> list[str]:
 
 
 def play(tmp_path: Path, how: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(tmp_path, how), env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command(tmp_path, how), env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def starts(tmp_path: Path) -> list[int]:
@@ -81,7 +98,7 @@ def starts(tmp_path: Path) -> list[int]:
 
 
 def until_started(tmp_path: Path) -> int:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not starts(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -151,7 +168,9 @@ def test_a_service_that_is_killed_starts_again(tmp_path: Path) -> None:
 
 
 def test_a_service_that_crashes_again_and_again_is_given_up(capfd: pytest.CaptureFixture[str]) -> None:
-    nanny = Nanny("demo", [sys.executable, "-S", "-c", "raise SystemExit(7)"], max_crashes=3, first_wait_s=0.01)
+    nanny = Nanny(
+        "demo", [sys.executable, "-S", "-c", "raise SystemExit(7)"], max_crashes=3, window_s=600, first_wait_s=0.01
+    )
     assert nanny.run() == 1
     assert "error: demo crashed 3 times, last with code 7" in capfd.readouterr().err
 
@@ -196,7 +215,7 @@ def test_a_signal_reaches_the_child_which_ends_in_peace(tmp_path: Path, number: 
     with subprocess.Popen(command(tmp_path, "waits"), env=ENVIRONMENT, stdout=subprocess.PIPE) as nanny:
         until_started(tmp_path)
         nanny.send_signal(number)
-        assert nanny.wait(timeout=60) == 0
+        assert nanny.wait(timeout=PATIENCE_S) == 0
         assert nanny.stdout is not None
         assert nanny.stdout.read() == b"bye\n"
 
@@ -205,7 +224,7 @@ def test_a_child_dies_with_its_nanny(tmp_path: Path) -> None:
     with subprocess.Popen(command(tmp_path, "is_deaf"), env=ENVIRONMENT) as nanny:
         child = until_started(tmp_path)
         nanny.kill()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while _lives(child) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not _lives(child)
@@ -218,7 +237,7 @@ def test_a_child_that_has_not_come_to_its_first_line_dies_with_it_too(tmp_path: 
     )
     with subprocess.Popen([sys.executable, "-c", program], env=ENVIRONMENT) as nanny:
         said = tmp_path / "pid"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not (said.exists() and said.read_text().endswith(".")) and time.monotonic() < deadline:
             time.sleep(0.02)
         child = int(said.read_text().removesuffix("."))
@@ -234,7 +253,7 @@ def test_a_nanny_whose_launcher_is_gone_drains_and_ends(tmp_path: Path) -> None:
         with subprocess.Popen(command(tmp_path, "waits"), env=environment, stdout=subprocess.PIPE) as nanny:
             until_started(tmp_path)
             launcher.kill()  # and nobody waits for it yet: it is a zombie, and gone all the same
-            assert nanny.wait(timeout=60) == 0
+            assert nanny.wait(timeout=PATIENCE_S) == 0
             assert nanny.stdout is not None
             assert nanny.stdout.read() == b"bye\n"
 
@@ -248,11 +267,14 @@ def test_who_has_to_be_killed_at_a_stop_has_failed_only_if_it_was_at_work(
     monkeypatch.setattr(nanny_module, "STOP_GRACE_S", 0.0)
     with subprocess.Popen(["sleep", "600"]) as launcher:
         deaf = f"""
-import os, signal, time
+import fcntl, os, signal, termios, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-os.write(int(os.environ["KBRL_NANNY_PULSE"]), {beat!r})
+pulse = int(os.environ["KBRL_NANNY_PULSE"])
+os.write(pulse, {beat!r})
+while any(fcntl.ioctl(pulse, termios.FIONREAD, bytes(4))):  # its nanny has not heard it yet
+    time.sleep(0.01)
 os.kill({launcher.pid}, 9)
-time.sleep(60)"""
+time.sleep(600)"""
         assert Nanny("demo", [sys.executable, "-S", "-c", deaf], launcher=identity(launcher.pid)).run() == code
 
 
@@ -294,7 +316,7 @@ def _lives(pid: int) -> bool:
 def test_an_error_before_the_first_child_is_one_line_and_an_exit_code(tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "KBRL_RUN_DIR": str(tmp_path / "nothing")}
     done = subprocess.run(
-        [sys.executable, "-m", "services.broker"], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "services.broker"], env=environment, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 2
     assert "is no run folder" in done.stderr
@@ -314,7 +336,10 @@ def test_the_broker_process_survives_kill_nine_and_remembers(tmp_path: Path) -> 
 
     command = [sys.executable, str(tmp_path / "broker_service.py"), str(tmp_path)]
     with subprocess.Popen(command, env=ENVIRONMENT) as broker:
-        new = asyncio.run(asyncio.wait_for(submit_through_a_crash(broker), 60))
-        broker.terminate()
-        assert broker.wait(timeout=60) == 0
+        try:
+            new = asyncio.run(asyncio.wait_for(submit_through_a_crash(broker), PATIENCE_S))
+            broker.terminate()
+            assert broker.wait(timeout=PATIENCE_S) == 0
+        finally:
+            broker.kill()
     assert new == [True, True, False]

@@ -96,7 +96,7 @@ def test_fetching_and_handing_over_take_no_place_of_the_work(tmp_path: Path) -> 
             if len(together) == 3:
                 met.set()
             if not met.is_set():
-                await asyncio.wait_for(met.wait(), 30)  # nobody goes on before all three have been seen at once
+                await asyncio.wait_for(met.wait(), 120)  # nobody goes on before all three have been seen at once
 
         async def before(task: msg.Task, _: list[bytes]) -> None:
             if task.task_id == "t2":
@@ -126,7 +126,7 @@ def test_fetching_and_handing_over_take_no_place_of_the_work(tmp_path: Path) -> 
         )
         worker.session.credit = 4
         async with (
-            asyncio.timeout(40),
+            asyncio.timeout(150),
             serving(BrokerServer(options)),
             working(worker),
             Producer(options.submit_address) as producer,

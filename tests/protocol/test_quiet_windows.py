@@ -135,7 +135,7 @@ def test_a_thread_that_stands_still_already_is_answered_for_at_once() -> None:
         gate.handle(msg.Pause("q3", GPU, 600.0))
         assert len(said) == 2, "it works again"
 
-    asyncio.run(asyncio.wait_for(play(), 30))
+    asyncio.run(asyncio.wait_for(play(), 120))
 
 
 def test_what_can_not_stand_still_is_waited_for_and_may_use_the_thread_that_could() -> None:
@@ -148,7 +148,7 @@ def test_what_can_not_stand_still_is_waited_for_and_may_use_the_thread_that_coul
             assert not said
         assert said == [msg.Paused("q1", is_idle=True)]
 
-    asyncio.run(asyncio.wait_for(play(), 30))
+    asyncio.run(asyncio.wait_for(play(), 120))
 
 
 def test_a_job_that_waits_for_the_end_of_a_window_is_no_idleness_in_the_next() -> None:
@@ -166,7 +166,7 @@ def test_a_job_that_waits_for_the_end_of_a_window_is_no_idleness_in_the_next() -
         gate.handle(msg.Pause("q3", GPU, 600.0))
         assert said[2:] == [msg.Paused("q3", is_idle=True)]
 
-    asyncio.run(asyncio.wait_for(play(), 30))
+    asyncio.run(asyncio.wait_for(play(), 120))
 
 
 def test_a_thread_that_stands_is_let_go_for_what_can_not() -> None:
@@ -179,7 +179,7 @@ def test_a_thread_that_stands_is_let_go_for_what_can_not() -> None:
         gate.handle(msg.Resume("q1"))
         await loading
 
-    asyncio.run(asyncio.wait_for(play(), 30))
+    asyncio.run(asyncio.wait_for(play(), 120))
 
 
 async def _hold_up(gate: PauseGate, standing: asyncio.Future[None]) -> None:

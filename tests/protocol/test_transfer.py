@@ -256,7 +256,7 @@ def test_an_artifact_passes_through_a_live_broker(tmp_path: Path) -> None:
         options = beside(tmp_path)
         farm = Worker(options.work_address, "farm", ["compile"], 1, ends)
         bench = Worker(options.work_address, "bench", ["bench"], 1, ends)
-        async with asyncio.timeout(30), serving(BrokerServer(options)), working(farm, bench):
+        async with asyncio.timeout(120), serving(BrokerServer(options)), working(farm, bench):
             await until(lambda: farm.welcomed and bench.welcomed)
             return await bench.transfers.fetch(await farm.transfers.send(content_of(3 * CHUNK_BYTES + 1)))
 
@@ -296,6 +296,6 @@ def test_a_transfer_that_two_wait_for_goes_on_when_one_is_gone() -> None:
         (wanted,) = said
         assert isinstance(wanted, msg.Want)
         transfers.handle(msg.Chunk(wanted.address, wanted.offset, len(content)), [content])
-        return await asyncio.wait_for(other, 30)
+        return await asyncio.wait_for(other, 120)
 
     assert asyncio.run(play()) == content_of(10)

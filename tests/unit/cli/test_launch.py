@@ -66,7 +66,10 @@ launch.Manager()._process_ctor.run = spoiled
 SERVICE = """
 import os, sys
 from pathlib import Path
+from services.runtime import nanny
 from services.runtime.nanny import run_service
+
+nanny.STOP_GRACE_S = 50.0  # a child that the host has stand still is not killed for it
 
 async def main(stop):
     Path(sys.argv[1]).write_text(f"{os.getpid()} {os.getppid()}")
@@ -77,7 +80,7 @@ if __name__ == "__main__":
     run_service("broker", main)
 """
 FOREVER = "exec sleep 300"
-LONG_S = 45.0
+LONG_S = 100.0
 
 
 def start(run_dir: Path, counts: str = "{}", grace_s: float = 30.0, **scripts: str) -> subprocess.Popen[str]:

@@ -52,7 +52,7 @@ class ModelNew(nn.Module):
 ```
 '''
 WRONG = KERNEL.replace("2.0f", "3.0f")
-GIVEN = ["layers:double_relu", "--inputs", "torch.randn(64, 64)", "--seconds", "60"]
+GIVEN = ["layers:double_relu", "--inputs", "torch.randn(64, 64)", "--seconds", "240"]
 
 
 @pytest.fixture

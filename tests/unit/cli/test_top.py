@@ -42,7 +42,7 @@ def while_served(run: Path, act: Callable[[], int]) -> int:
 
     async def play() -> int:
         options = beside(run, status_address=addresses(run).status, metrics_s=0.05)
-        async with serving(BrokerServer(options)), asyncio.timeout(30):
+        async with serving(BrokerServer(options)), asyncio.timeout(120):
             return await asyncio.to_thread(act)
 
     return asyncio.run(play())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import traceback
 from pathlib import Path
@@ -27,6 +26,7 @@ from kbrl_async.runs.config import Config
 from protocols.records import TrainGroup
 from services.learner.policy import make_trainer
 from tests.models import update_settings
+from tests.ports import free_port
 
 CANARY = [3, 1, 4, 1, 5, 9]
 LORA_RANK = 2
@@ -123,9 +123,7 @@ def rank(folder: Path, how: str) -> None:
 
 def fork(folder: Path, how: str, size: int) -> list[int]:
     """Exit codes of `size` ranks, which need not load torch again."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     pids = []
     for number in range(size):
         if pid := os.fork():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,14 @@ from kbrl_async.learning.fused.context import Context
 from kbrl_async.learning.fused.flat import bundle
 from kbrl_async.runs.config import load
 from protocols.records import TrainSample
+from tests.ports import free_port
 from tests.unit.learning import context_rank
 from tests.unit.learning.test_families import drawn_samples, model_of
 
 
 def test_two_ranks_with_half_of_the_tokens_each_compute_what_one_does(tmp_path: Path) -> None:
     samples = drawn_samples()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(context_rank.main, (port, samples, tmp_path), nprocs=2, start_method="fork")
+    mp.start_processes(context_rank.main, (free_port(), samples, tmp_path), nprocs=2, start_method="fork")
     *found, metrics = torch.load(tmp_path / "found.pt")
     expected = [context_rank.computed(context_rank.lora(), samples, 1)]
     expected.append(context_rank.computed(model_of("qwen2"), samples, 1))

@@ -36,7 +36,7 @@ def run_ranks(folder: Path, how: str, *sizes: int) -> list[Said]:
     """Groups of ranks, one after the other."""
     command = [sys.executable, "-m", "tests.unit.learning.rank", str(folder), how, *map(str, sizes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=250, check=False)
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [Said(**json.loads((folder / f"said-{size}.json").read_text())) for size in sizes]
 
@@ -62,6 +62,7 @@ def agree(one: dict[str, float], other: dict[str, float]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("how", "sizes"), [("replicated", [2]), ("lora", [2]), ("full", [4, 2])])
 def test_several_ranks_make_the_update_of_one(
     tmp_path: Path, groups: list[TrainGroup], how: str, sizes: list[int]

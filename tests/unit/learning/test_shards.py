@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from kbrl_async.learning.policies.streaming import Folder, RandomWeights, materi
 from kbrl_async.learning.trainer import Trainer
 from protocols.records import TrainGroup
 from services.learner.policy import make_trainer, unfilled
+from tests.ports import free_port
 from tests.unit.learning.rank import settings
 from tests.unit.learning.test_process_group import policy
 
@@ -38,12 +38,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[ProcessGroup]:
     """A group of one rank."""
-    with socket.socket() as free, pytest.MonkeyPatch.context() as patch:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    with pytest.MonkeyPatch.context() as patch:
+        port = str(free_port())
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             patch.setenv(name, value)
-        free.close()
         group = ProcessGroup(CPU)
     yield group
     group.close()

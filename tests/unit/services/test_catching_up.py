@@ -21,11 +21,13 @@ from kbrl_async.runs.run_state import RunState
 from services.evaluator.actor import Evaluator
 from services.reward_aggregator.actor import Aggregator
 from services.reward_aggregator.metrics_writer import MetricsWriter
+from services.runtime import rollout_actor
 from services.runtime.rollout_actor import Outside
 from services.runtime.service import Service
 from tests.unit.services.log import Log
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
+LOOK_S = 0.05
 SOURCE = "class Model: ...\ndef get_inputs(): ...\ndef get_init_inputs(): ...\n"
 
 
@@ -71,6 +73,18 @@ class Welcomes:
         return self.count
 
 
+async def asked_all(broker: Silent) -> None:
+    """Until it has been asked for nothing new for longer than the pump idles: in looks, each of which leaves the pump
+    its turn, so that a host that stands still for so long is not taken for a pump that has no more to ask."""
+    seen = quiet = 0
+    async with asyncio.timeout(PATIENCE_S):
+        while quiet < 2 * rollout_actor.IDLE_S / LOOK_S:
+            await asyncio.sleep(LOOK_S)
+            asked = sum(broker.asked.values())
+            quiet = quiet + 1 if asked == seen > 0 else 0
+            seen = asked
+
+
 async def asked_after_a_second_welcome(
     broker: Silent, welcomes: Welcomes, pump: Awaitable[None]
 ) -> tuple[Counter[str], Counter[str]]:
@@ -78,7 +92,7 @@ async def asked_after_a_second_welcome(
     pumping = asyncio.ensure_future(pump)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            await asyncio.sleep(0.6)  # longer than the pump idles: nothing is asked twice without a reason
+            await asked_all(broker)  # nothing is asked twice without a reason
             before = broker.asked.copy()
             welcomes.count = 2
             while sum(broker.asked.values()) < 2 * sum(before.values()):

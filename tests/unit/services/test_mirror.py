@@ -34,7 +34,7 @@ from tests.unit.sampling.conftest import CANARY, make_model
 from tests.unit.services.log import Log
 
 torch.set_num_threads(1)
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class Hosts:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import structlog
 from kbrl_async.errors import ConfigError
 from protocols.records import TrainGroup, TrainSample
 from services.learner import ranks
+from tests.ports import free_port
 from tests.unit.learning.test_process_group import policy
 from tests.unit.services import two_ranks
 
@@ -99,9 +99,7 @@ def test_a_killed_rank_ends_all_and_training_goes_on_from_the_checkpoint(
 def test_two_hosts_of_torchrun_start_again_together_when_one_loses_its_rank(
     tmp_path: Path, never_stopped: list[float]
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     launcher += ["--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
     environment = {**prepare(tmp_path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

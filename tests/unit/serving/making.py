@@ -48,7 +48,7 @@ class Fake:
 async def service(
     folder: Path, fake: Fake, settings: Serve | None = None, keys: Keys | None = None, pages: int = 0
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Desk]]:
-    settings = settings or Serve(wait_s=10)
+    settings = settings or Serve(wait_s=60)
     with contextlib.closing(JobJournal(folder / FILE, settings.keep, pages)) as journal:
         desk = Desk(fake, journal, settings)
         backends = {"c": frozenset({"cpu"})}

@@ -172,7 +172,13 @@ def test_stopping_cancels_what_is_being_written_and_keeps_what_is_proven() -> No
     def use(driver: SearchDriver, engine: Engine) -> None:
         driver.plant("planted\n", "mine")
         engine.gate.clear()
-        asyncio.get_running_loop().call_later(0.05, driver.stop, "interrupted")
+        stop_when_all_are_written(driver, engine)
+
+    def stop_when_all_are_written(driver: SearchDriver, engine: Engine) -> None:
+        if engine.now == 4 and driver.search.tree.proven():
+            driver.stop("interrupted")
+        else:
+            asyncio.get_running_loop().call_later(0.01, stop_when_all_are_written, driver, engine)
 
     driver, engine, _ = drive(Verifier(lambda _: result()), use)
     assert engine.cancelled == 4

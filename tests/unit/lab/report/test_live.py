@@ -50,6 +50,7 @@ def test_it_is_made_again_and_the_browser_asks_again(
     first = get(serving)
     assert "nothing yet: no &lt;archive&gt; yet" in first.text
     assert first.headers["refresh"] == "10"
+    monkeypatch.setattr(live, "PERIOD_S", 3600.0)
     assert get(serving).text == first.text  # not old enough
     monkeypatch.setattr(live, "PERIOD_S", 0.0)
     assert get(serving).text == "<p>page 2"
@@ -64,7 +65,7 @@ def test_who_asks_while_it_is_made_gets_the_one_before(monkeypatch: pytest.Monke
         page = next(pages)
         if page == "new":
             inside.set()
-            go_on.wait(5)
+            go_on.wait(120)
         return page
 
     page = live.Page(make, lambda: next(monotonic))
@@ -72,7 +73,7 @@ def test_who_asks_while_it_is_made_gets_the_one_before(monkeypatch: pytest.Monke
     slow: list[str] = []
     thread = threading.Thread(target=lambda: slow.append(page.get()))
     thread.start()
-    inside.wait(5)
+    assert inside.wait(120)
     assert page.get() == "old"
     go_on.set()
     thread.join()
