@@ -301,7 +301,7 @@ class Session:
         False: it had its share, the deadline stands. `InfraError`: it never gets its share on this host.
         """
         enough = deadline_s * 0.5e9
-        for extension in range(1, _EXTENSIONS + 1):
+        for extension in _extensions(deadline_s):
             used = process_time_ns(self.host_pid) - used_before_ns
             if used >= enough or waited_ns(self.host_pid) < extension * enough:
                 return False
@@ -343,7 +343,7 @@ class Session:
     def _await_end(self) -> None:
         """Once its socket is shut: until it has ended, or has had the time for that."""
         enough, used, waited = self.ends_within_s * 0.5e9, process_time_ns(self.host_pid), waited_ns(self.host_pid)
-        for extension in range(1, _EXTENSIONS + 1):
+        for extension in _extensions(self.ends_within_s):
             if self._child.ends(self.ends_within_s):
                 return
             had, missed = process_time_ns(self.host_pid) - used, waited_ns(self.host_pid) - waited
@@ -362,6 +362,13 @@ class Session:
 
     def forged(self, text: str = "an answer was sent that nobody asked for") -> CandidateFault:
         return self._fault(Fault.CHEATING, text, FORGED)
+
+
+def _extensions(deadline_s: float) -> range:
+    """How often, at most, a child that gets no time is given its deadline once more: others may have its core for
+    seconds, however short that is.
+    """
+    return range(1, max(_EXTENSIONS, math.ceil(START_S / deadline_s)) + 1)
 
 
 def _meaning(status: int) -> tuple[Fault, str]:
