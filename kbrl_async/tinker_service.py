@@ -141,7 +141,8 @@ class Account:
             async with asyncio.timeout(deadline_s):
                 await asyncio.wrap_future(pending)
         except TimeoutError:
-            raise self._late(what, deadline_s) from None
+            if not pending.done():  # a loop that stood still hears of the deadline and of its answer at once
+                raise self._late(what, deadline_s) from None
         except asyncio.CancelledError:
             if not pending.done():
                 raise

@@ -161,9 +161,9 @@ async def _from_service(answer: str, problem: str, options: RewardOptions) -> fl
     body = {"candidate": answer, "response": True, "preset": options.preset, "timing": options.timing, **named}
     body |= {"backend": options.backend, "wait_s": min(WAIT_S, options.deadline_s)}
     headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
-    until, why, pause_s = time.monotonic() + options.deadline_s, "no answer", PAUSE_S
+    until, why, pause_s = time.monotonic() + options.deadline_s, "", PAUSE_S
     async with httpx.AsyncClient(base_url=options.server, headers=headers, timeout=WAIT_S + 30) as client:
-        while time.monotonic() < until:
+        while not why or time.monotonic() < until:  # asked once at least: a client takes its time to begin
             try:
                 answered = await client.post("/v1/verify", json=body)
             except httpx.HTTPError as error:

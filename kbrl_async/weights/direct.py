@@ -97,7 +97,7 @@ class TransferGroup:
     def __init__(
         self, meeting: Meeting, link: int, rank: int, size: int, device: torch.device, patience_s: float
     ) -> None:
-        self._device, self._patience_s, self._rank = device, patience_s, rank
+        self._device, self.patience_s, self._rank = device, patience_s, rank
         store = dist.PrefixStore(f"group/{link}", meeting.store(patience_s))
         try:
             self._group = (
@@ -157,8 +157,8 @@ class TransferGroup:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.asyncOp = True
-        options.timeout = datetime.timedelta(seconds=self._patience_s)
-        until = time.monotonic() + self._patience_s
+        options.timeout = datetime.timedelta(seconds=self.patience_s)
+        until = time.monotonic() + self.patience_s
         try:
             for piece in torch.split(stage, BUCKET_BYTES):
                 work = self._group.broadcast([piece], options)
@@ -167,7 +167,7 @@ class TransferGroup:
                     continue
                 while not work.is_completed():
                     if time.monotonic() > until:
-                        raise RuntimeError(f"no progress for {self._patience_s:g} s")
+                        raise RuntimeError(f"no progress for {self.patience_s:g} s")
                     time.sleep(0.0002)
                 work.wait()
         except _LOST as error:
@@ -239,7 +239,8 @@ class Sender:
 
     def __init__(self, host: str, device: torch.device, patience_s: float, told: Callable[[str], object]) -> None:
         """`told` hears of samplers that are given up. InfraError where `host` is not one of this machine."""
-        self._device, self._patience_s, self._told = device, patience_s, told
+        self._device, self._told, self.patience_s = device, told, patience_s
+        """Of a transfer that makes no progress; what is set here holds from the next one on."""
         server = _listening(host, patience_s)
         self._server: Store | None = server
         self.meeting = Meeting(host, server.port, secrets.token_hex(16))
@@ -273,12 +274,12 @@ class Sender:
             self._closed = True
             self._changed.notify_all()
         for thread in list(self._threads):
-            thread.join(self._patience_s)
+            thread.join(self.patience_s)
         self._server = None
 
     def _accept(self) -> None:
         with contextlib.suppress(InfraError, *_LOST):  # the store ends with this process
-            store, seen = self.meeting.store(self._patience_s), 0
+            store, seen = self.meeting.store(self.patience_s), 0
             while not self._closed:
                 time.sleep(LOOK_S)
                 for link in range(seen + 1, store.add("joined", 0) + 1):
@@ -290,10 +291,10 @@ class Sender:
     def _serve(self, link: int) -> None:
         name, group = f"link {link}", None
         try:
-            store = self.meeting.store(self._patience_s)
+            store = self.meeting.store(self.patience_s)
             name, workers = msgspec.json.decode(store.get(f"join/{link}"), type=tuple[str, int])
             self._links[name] = link
-            group = TransferGroup(self.meeting, link, 0, 1 + workers, self._device, self._patience_s)
+            group = TransferGroup(self.meeting, link, 0, 1 + workers, self._device, self.patience_s)
             for count in range(1 << 62):
                 if not self._wanted(store, name, link, count) or not self._transfer(store, group, link, count):
                     return
@@ -318,6 +319,7 @@ class Sender:
                 return False
             offer, tensors = self._offer
             self.readers += 1
+        group.patience_s = self.patience_s
         try:
             store.set(f"offer/{link}/{count}", msgspec.msgpack.encode(offer))
             group.send(tensors, offer.index)
@@ -340,7 +342,8 @@ class Line:
     def __init__(self, meeting: Meeting, name: str, workers: int, patience_s: float) -> None:
         """`workers` of the engine join the group as ranks 1 … `workers`; `name` stands for this sampler."""
         self.meeting, self.size, self._count = meeting, 1 + workers, 0
-        self._timeout = datetime.timedelta(seconds=patience_s)
+        self.patience_s = patience_s
+        """For a transfer to begin."""
         self._store = meeting.store(patience_s)
         with _asking():
             self.link = int(self._store.add("joined", 1))
@@ -356,7 +359,8 @@ class Line:
         with _asking():
             place = f"{self.link}/{self._count}"
             self._store.set(f"want/{place}", "")
-            self._store.wait([f"offer/{place}"], self._timeout)  # the learner may be between two versions
+            patience = datetime.timedelta(seconds=self.patience_s)
+            self._store.wait([f"offer/{place}"], patience)  # the learner may be between two versions
             self._count += 1
             return msgspec.msgpack.decode(self._store.get(f"offer/{place}"), type=TransferOffer)
 

@@ -92,7 +92,8 @@ class AuditWorker:
                 partly(found, isolation)
                 if found.error or found.step == probe.LAST[part]:
                     return found, isolation
-            text = f"its process ended with status {child.result(1.0)} in the step after {found.step!r}"
+            child.ends(1.0)
+            text = f"its process ended with status {child.result(0.0)} in the step after {found.step!r}"
             return msgspec.structs.replace(found, error=text, out_of_memory=True), isolation
         except TimeoutError:
             text = f"it took longer than {self.options.time_limit_s:g} s in the step after {found.step!r}"

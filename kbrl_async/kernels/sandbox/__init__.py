@@ -13,11 +13,12 @@ Invariants
 * A child dies with its zygote, a zygote with its owner, and every wait has a deadline.
 """
 
-from kbrl_async.kernels.sandbox.client import Child, Zygote
+from kbrl_async.kernels.sandbox.client import START_S, Child, Zygote
 from kbrl_async.kernels.sandbox.outputs import BadOutput, is_over, read_output, remove_tree
 from kbrl_async.kernels.sandbox.wire import Access, Isolation, Level, Limits
 
 __all__ = [
+    "START_S",
     "Access",
     "BadOutput",
     "Child",

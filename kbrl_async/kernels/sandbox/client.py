@@ -54,13 +54,16 @@ HUB_CACHE = "HF_HUB_CACHE"
 """Where it is set, children may read the models there (KernelBench's level 4), and no other ones."""
 CANARY = "kbrl_async.kernels.sandbox.canary"
 _START_S = 60.0
-_ANSWER_S = 10.0
+START_S = _ANSWER_S = 30.0
+"""What takes milliseconds, the start of a child first of all, may take so long on a loaded host."""
 DEATH_S = 30.0
 """A killed process may take its time: a busy GPU's driver takes its contexts down one after the other. Less than what a
 bench may stand still for before its work is given to another."""
 _STOP_PAUSE_S = 20e-6
 _STOP_YIELDS = 4
 _WATCH_S = 0.05
+_FLAGS, _PF_EXITING = 6, 0x4
+"""Of /proc/PID/stat, behind the name; set before a process gives up its memory and its files."""
 _KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT", "CUDA_VISIBLE_DEVICES", HUB_CACHE)
 
 
@@ -138,7 +141,7 @@ class Zygote:
         with self._lock:
             self._stop()
 
-    def check(self, within_s: float = 10.0) -> None:
+    def check(self, within_s: float = START_S) -> None:
         """A canary, after a child was killed: a fresh one must be as confined as the first, and compute rightly.
 
         Raises `InfraError` where it does not, and replaces the zygote's process.
@@ -309,6 +312,15 @@ class Child:
     def has_ended(self, within_s: float = 0.0) -> bool:
         return not self._is_open or bool(select.select([self._pidfd], [], [], within_s)[0])
 
+    def ends(self, within_s: float = 0.0) -> bool:
+        """The same, and once it can do nothing but end that is waited for: a loaded host takes its time."""
+        return self.has_ended(within_s) or (self.is_dying and self.has_ended(DEATH_S))
+
+    @property
+    def is_dying(self) -> bool:
+        """Whether it is on its way out: none of its code runs any more, and what is left is the kernel's work."""
+        return not self._is_open or _is_exiting(self.host_pid)
+
     def freeze(self, deadline_s: float = 10.0) -> bool:
         """Stop every thread and wait until they have stopped; False where the child has died instead."""
         self.signal(signal.SIGSTOP)
@@ -395,6 +407,14 @@ def _all_stopped(pid: int) -> bool:
         return all(_state(pid, thread) in (b"T", b"t") for thread in os.listdir(f"/proc/{pid}/task"))
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def _is_exiting(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return bool(int(file.read().rpartition(b")")[2].split()[_FLAGS]) & _PF_EXITING)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def _state(pid: int, thread: str) -> bytes:

@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from kbrl_async.errors import InfraError
-from kbrl_async.kernels.sandbox import Access, Child, Isolation, Limits, Zygote
+from kbrl_async.kernels.sandbox import START_S, Access, Child, Isolation, Limits, Zygote
 from kbrl_async.kernels.timing.cpu.host import process_time_ns, waited_ns
 from kbrl_async.kernels.verify import replies, values, wire
 from kbrl_async.kernels.verify.cpu.disarm import disarm
@@ -33,7 +33,6 @@ from protocols.records import INFRASTRUCTURE_FAULTS, OBSERVED, Fault
 _SLACK = 8
 _EXTENSIONS = 4
 _COPY_AREA = 1 << 28
-_CONFINED_S = 10.0
 FORGED = "forged_result"
 _TOLD = (wire.OP_TRACE, wire.OP_MUTED)
 _Expected = TypeVar("_Expected", bound=wire.Reply)
@@ -149,7 +148,7 @@ class Session:
 
     def _confined(self) -> wire.Confined:
         try:
-            return self._expect(wire.Confined, _CONFINED_S)
+            return self._expect(wire.Confined, START_S)
         except CandidateFault as fault:  # nothing of the source has run yet
             cause = f"a sandboxed process did not confine itself ({fault.text[:200]})"
             raise InfraError(cause, "See the zygote's message on stderr") from fault
@@ -180,7 +179,7 @@ class Session:
             os.close(fd)
         self.copies, self._copies_from = copies, end
         self.slots = [[values.flat(values.view(self._arena, meta)) for meta in placed] for placed in metas]
-        self._expect(wire.Ready, 5.0)
+        self._expect(wire.Ready, START_S)
 
     def draw(self, seed: int, fd: int, deadline_s: float, inputs: str = "") -> tuple[wire.Tree, list[torch.Tensor]]:
         """Inputs that the problem's own `get_inputs` makes after `seed`; `inputs` as in `wire.Draw`."""
@@ -280,7 +279,7 @@ class Session:
             block.view(torch.uint8).copy_(torch.frombuffer(self._arena, dtype=torch.uint8, count=size, offset=place))
             return
         if not read_memory(self.host_pid, place, block.data_ptr(), size):
-            if self._child.has_ended(0.2):  # after its answer: by itself, or with its zygote, which is no fault of its
+            if self._child.ends():  # after its answer: by itself, or with its zygote, which is no fault of its
                 self._ended()
             text = "the output tensor points to memory that can't be read"
             raise self._fault(Fault.ILLEGAL_ACCESS, text, "output")
@@ -302,7 +301,7 @@ class Session:
         False: it had its share, the deadline stands. `InfraError`: it never gets its share on this host.
         """
         enough = deadline_s * 0.5e9
-        for extension in range(1, _EXTENSIONS + 1):
+        for extension in _extensions(deadline_s):
             used = process_time_ns(self.host_pid) - used_before_ns
             if used >= enough or waited_ns(self.host_pid) < extension * enough:
                 return False
@@ -311,7 +310,8 @@ class Session:
         raise InfraError("a sandboxed process gets no time on its core", "Others load this host; give the bench a core")
 
     def _reply(self, deadline_s: float) -> wire.Reply:
-        if not self._readable(deadline_s) and not self._starved(deadline_s):
+        used_before = process_time_ns(self.host_pid)
+        if not self._readable(deadline_s) and not self._starved(deadline_s, used_before):
             self._overdue(deadline_s)
         return self._take()
 
@@ -340,8 +340,19 @@ class Session:
     def _overdue(self, deadline_s: float) -> NoReturn:
         raise self._fault(Fault.TIMEOUT, f"no result after {deadline_s:.2f} s")
 
+    def _await_end(self) -> None:
+        """Once its socket is shut: until it has ended, or has had the time for that."""
+        enough, used, waited = self.ends_within_s * 0.5e9, process_time_ns(self.host_pid), waited_ns(self.host_pid)
+        for extension in _extensions(self.ends_within_s):
+            if self._child.ends(self.ends_within_s):
+                return
+            had, missed = process_time_ns(self.host_pid) - used, waited_ns(self.host_pid) - waited
+            if had >= enough or missed < extension * enough:
+                return
+
     def _ended(self) -> NoReturn:
-        status = self._child.result(self.ends_within_s)
+        self._await_end()
+        status = self._child.result(0.0)  # None, and killed, where it lives on though it had time to end
         if status is None:
             raise self.forged("the way to the bench was shut")
         raise self._fault(*_meaning(status))
@@ -351,6 +362,13 @@ class Session:
 
     def forged(self, text: str = "an answer was sent that nobody asked for") -> CandidateFault:
         return self._fault(Fault.CHEATING, text, FORGED)
+
+
+def _extensions(deadline_s: float) -> range:
+    """How often, at most, a child that gets no time is given its deadline once more: others may have its core for
+    seconds, however short that is.
+    """
+    return range(1, max(_EXTENSIONS, math.ceil(START_S / deadline_s)) + 1)
 
 
 def _meaning(status: int) -> tuple[Fault, str]:

@@ -93,7 +93,7 @@ def served(
             llm, PARTS, tokenizer or NumberTokenizer(), frozenset([EOS]), options, meter, computing=computing
         )
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(250):
                 await body(engine, llm)
         finally:
             await engine.close()

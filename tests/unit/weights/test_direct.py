@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import signal
@@ -19,7 +20,7 @@ from kbrl_async.weights.direct import Line, Meeting, Sender, TensorEntry, Transf
 from protocols.records import PolicyVersion
 
 CPU = torch.device("cpu")
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -121,16 +122,19 @@ def test_weights_are_held_until_their_last_reader_is_done(sender: Sender) -> Non
 
 
 def test_a_sampler_that_does_not_go_on_costs_its_own_link_and_the_others_nothing(told: Told) -> None:
-    sender = Sender("127.0.0.1", CPU, 0.5, told.append)
-    stuck, other = Sampler(sender.meeting, "sampler.1", wait_s=0.5), Sampler(sender.meeting, "sampler.2")
+    sender = Sender("127.0.0.1", CPU, PATIENCE_S, told.append)
+    stuck, other = Sampler(sender.meeting, "sampler.1"), Sampler(sender.meeting, "sampler.2")
     sender.offer(manifest(1), weights(1))
+    sender.patience_s = 0.5  # of this transfer only: links are made, and all others move, as slowly as the host is
     stuck.line.ask()  # and takes nothing
+    sender.patience_s = PATIENCE_S
     assert_is(other.take()[0], 1)
     begun = time.monotonic()
     until(lambda: len(told) == 1)
     sender.idle()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < PATIENCE_S / 2
     assert told[0].startswith("sampler.1 gets its weights by files")
+    stuck.line.patience_s = 0.5
     with pytest.raises(InfraError, match="can't be had directly"):
         stuck.take()
     again = Sampler(sender.meeting, "sampler.1")
@@ -164,9 +168,16 @@ def test_a_sampler_that_is_killed_in_a_transfer_is_given_up_at_once(sender: Send
 def test_without_a_learner_or_with_another_token_there_is_nothing(sender: Sender) -> None:
     with pytest.raises(InfraError, match="can't be had directly"):
         Line(Meeting("127.0.0.1", 1, "x"), "sampler.1", 1, 0.2)
-    stranger = Line(Meeting("127.0.0.1", sender.meeting.port, "guessed"), "sampler.1", 1, 0.2)
+    strangers = list[Line]()
+
+    def has_come() -> bool:
+        with contextlib.suppress(InfraError):  # the host was slower than it would wait
+            strangers.append(Line(Meeting("127.0.0.1", sender.meeting.port, "guessed"), "sampler.1", 1, 0.2))
+        return bool(strangers)
+
+    until(has_come)
     with pytest.raises(InfraError, match="can't be had directly"):
-        stranger.newest()
+        strangers[0].newest()
 
 
 def test_both_sides_cut_alike_and_nothing_is_left_out() -> None:

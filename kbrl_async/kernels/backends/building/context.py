@@ -18,7 +18,17 @@ import msgspec
 
 from kbrl_async.errors import DiskFull, InfraError
 from kbrl_async.kernels.backends.building.store import ArtifactStore
-from kbrl_async.kernels.sandbox import Access, BadOutput, Child, Isolation, Limits, Zygote, is_over, read_output
+from kbrl_async.kernels.sandbox import (
+    START_S,
+    Access,
+    BadOutput,
+    Child,
+    Isolation,
+    Limits,
+    Zygote,
+    is_over,
+    read_output,
+)
 from kbrl_async.kernels.sandbox.tool import ToolCommand
 from kbrl_async.kernels.settings import CompileFarm
 from protocols.records import BuildReport, Fault
@@ -27,6 +37,9 @@ _ENVIRONMENT = {"PATH": "/usr/local/cuda/bin:/usr/local/bin:/usr/bin:/bin", "LC_
 _MAX_OUTPUT = 1 << 16
 MAX_WORDS = 256 << 20
 """A tool that says more than this is not listened to; what is kept of less is far shorter."""
+_MORE_CPU_S = 60
+"""A tool is ended at its deadline, and has used up its processor time only if nobody is there to do that: sooner, and
+whoever is late by a second would take a bomb for a fault of the host."""
 MAX_ENTRIES = 4096
 """Files and folders that a tool may leave in its folder."""
 
@@ -173,7 +186,7 @@ class BuildContext:
 
     def _limits(self, deadline_s: float, memory_bytes: int, threads: int) -> Limits:
         return Limits(
-            cpu_s=int(deadline_s) + 1,
+            cpu_s=2 * int(deadline_s) + _MORE_CPU_S,
             memory_bytes=memory_bytes,
             file_bytes=self.file_bytes,
             threads=threads,
@@ -191,7 +204,7 @@ def _words(folder: Path, name: str) -> str:
 
 def isolation_of(child: Child) -> Isolation:
     """The first word of a confined tool."""
-    child.channel.settimeout(10.0)
+    child.channel.settimeout(START_S)
     try:
         return msgspec.msgpack.decode(child.channel.recv(1 << 16), type=Isolation)
     except (OSError, msgspec.MsgspecError) as error:

@@ -44,10 +44,10 @@ def test_a_launch_costs_few_microseconds() -> None:
 
 def _time_of(call: object) -> float:
     assert callable(call)
-    begin = time.perf_counter()
+    begin = time.thread_time()  # others may have the core
     for _ in range(50):
         call()
-    return (time.perf_counter() - begin) / 50
+    return (time.thread_time() - begin) / 50
 
 
 @pytest.mark.parametrize(

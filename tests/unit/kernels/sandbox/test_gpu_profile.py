@@ -10,6 +10,7 @@ import pytest
 from kbrl_async.kernels.sandbox import Limits, Zygote
 from kbrl_async.kernels.sandbox.gpu import OPEN_SURFACE
 from tests.unit.kernels.sandbox.hostile import Said
+from tests.unit.kernels.sandbox.test_attacks import PATIENCE_S
 
 _BEGIN = """
 import socket, threading
@@ -44,7 +45,7 @@ def run(zygote: Zygote, expression: str) -> str:
     code = f"{_BEGIN}\nsaid = {expression}\n"
     child = zygote.spawn("tests.unit.kernels.sandbox.hostile:run", code.encode(), (), Limits(memory_bytes=1 << 30))
     try:
-        child.channel.settimeout(20.0)
+        child.channel.settimeout(PATIENCE_S)
         child.channel.recv(1 << 16)
         return msgspec.msgpack.decode(child.channel.recv(1 << 16), type=Said).text
     finally:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kbrl_async.kernels.backends.building import ArtifactStore
+from kbrl_async.kernels.backends.building import ArtifactStore, context
 from kbrl_async.kernels.backends.building.context import BuildContext, ToolRun
 from kbrl_async.kernels.sandbox import BadOutput, is_over, read_output, remove_tree
 from kbrl_async.kernels.settings import CompileFarm
@@ -122,10 +123,18 @@ def test_a_bomb_for_the_compiler_ends_in_time_and_the_next_one_compiles(workshop
     assert compile_(workshop, "int f(int x) { return x; }", deadline_s=60.0).status == 0
 
 
-def test_a_tool_that_fills_its_folder_is_ended_before_its_deadline(workshop: BuildContext) -> None:
-    script = "i=0; while true; do head -c 4000000 /dev/zero > f$i; i=$((i+1)); done"
+def test_a_bomb_is_none_of_the_hosts_faults_however_late_it_is_looked_at(
+    workshop: BuildContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "is_over", lambda *_: bool(time.sleep(3.0)))
     with workshop.folder() as folder:
-        run = workshop.run(["/bin/sh", "-c", script], folder, deadline_s=30.0)
+        assert workshop.run(["/bin/sh", "-c", "while :; do :; done"], folder, deadline_s=0.2).status is None
+
+
+def test_a_tool_that_fills_its_folder_is_ended_before_its_deadline(workshop: BuildContext) -> None:
+    script = "i=0; while true; do head -c 4000000 /dev/zero > f$i; i=$((i+1)); sleep 0.2; done"
+    with workshop.folder() as folder:
+        run = workshop.run(["/bin/sh", "-c", script], folder, deadline_s=3600.0)
         size = sum(path.stat().st_size for path in folder.iterdir())
     assert run.status is None
     assert size < 512 << 20

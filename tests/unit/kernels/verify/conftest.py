@@ -12,7 +12,8 @@ import pytest
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.c import launch
 from kbrl_async.kernels.funnel import Builder
-from kbrl_async.kernels.sandbox import Limits, Zygote
+from kbrl_async.kernels.sandbox import Child, Limits, Zygote
+from kbrl_async.kernels.sandbox.client import DEATH_S
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
@@ -89,6 +90,19 @@ def evaluate(watching: Bench) -> Evaluate:
         return watching.evaluate(Problem("L1/01_test", 1, "test", problem), chosen, dict(artifacts), timing=timing)
 
     return run
+
+
+@pytest.fixture
+def slow_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host on which whoever dies is still there for longer than anybody waits who does not know that it dies."""
+    honest, awaited = Child.has_ended, list[Child]()
+
+    def has_ended(self: Child, within_s: float = 0.0) -> bool:
+        if within_s >= DEATH_S:
+            awaited.append(self)
+        return any(one is self for one in awaited) and honest(self, within_s)
+
+    monkeypatch.setattr(Child, "has_ended", has_ended)
 
 
 @pytest.fixture

@@ -172,6 +172,14 @@ def test_leaving_early_is_no_success(evaluate: Evaluate, way: str) -> None:
     assert evaluate(candidate(forward=way)).verdict.fault is Fault.RUNTIME_ERROR
 
 
+@pytest.mark.usefixtures("slow_deaths")
+def test_who_takes_long_to_die_has_not_shut_its_way_to_the_bench(evaluate: Evaluate) -> None:
+    """The kernel takes a process's memory down after its socket: with much of it, or on a loaded host, for seconds."""
+    verdict = evaluate(candidate(forward="import os; os._exit(3)")).verdict
+    assert (verdict.fault, verdict.rule) == (Fault.RUNTIME_ERROR, "")
+    assert "exit code 3" in verdict.message
+
+
 def test_a_huge_output_is_refused_by_its_shape(evaluate: Evaluate) -> None:
     verdict = evaluate(candidate(forward="y = torch.empty(1 << 22)")).verdict
     assert (verdict.fault, verdict.rule) == (Fault.INCORRECT, "shape")

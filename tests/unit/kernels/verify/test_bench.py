@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from kbrl_async.kernels.funnel.build import artifact_paths
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, BenchOptions, bench_options
+from kbrl_async.kernels.verify import session as sessions
 from kbrl_async.kernels.verify.bench import zygote_for
 from kbrl_async.kernels.verify.inputs import KINDS
 from kbrl_async.kernels.verify.memory import read_memory
@@ -153,6 +155,27 @@ def test_a_zygote_that_dies_under_a_candidate_is_never_the_candidates_fault_and_
         with pytest.raises(InfraError):
             bench.evaluate(problem, candidate, {}, timing=True, tick=kill_once)
         assert bench.evaluate(problem, candidate, {}, timing=True).verdict.fault is Fault.OK
+
+
+@pytest.mark.usefixtures("slow_deaths")
+def test_a_zygote_that_dies_before_an_output_is_read_is_never_the_candidates_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its memory is gone before it has ended."""
+    with zygote_for("cpu") as zygote, contextlib.closing(Bench(zygote, patient())) as bench:
+        problem, candidate = Problem("L1/1", 1, "x", WEIGHTS), Candidate(NEW, "torch")
+        bench.evaluate(problem, candidate, {}, timing=False)
+
+        def gone(pid: int, *_: int) -> bool:
+            assert zygote.pid is not None
+            _kill_and_wait(zygote.pid)
+            while os.path.exists(f"/proc/{pid}"):
+                time.sleep(0.01)
+            return False
+
+        monkeypatch.setattr(sessions, "read_memory", gone)
+        with pytest.raises(InfraError):
+            bench.evaluate(problem, candidate, {}, timing=False)
 
 
 def test_a_reference_that_was_killed_before_new_secrets_were_drawn_is_nobodys_fault(zygote: Zygote) -> None:
@@ -330,6 +353,8 @@ def test_a_shared_timing_is_no_shared_verdict(of_group: Callable[..., BenchRepor
     fickle = NEW.replace("self.linear(x)", "self.linear(x) + self.odd").replace(
         "super().__init__()", "super().__init__(); import os; self.odd = os.urandom(1)[0] % 2"
     )
-    reports = [of_group("g1", fickle) for _ in range(14)]
+    reports = [of_group("g1", fickle) for _ in range(6)]
+    while len({report.verdict.fault for report in reports}) == 1 and len(reports) < 40:
+        reports.append(of_group("g1", fickle))
     assert {report.verdict.fault for report in reports} == {Fault.OK, Fault.INCORRECT}
     assert all((report.timing is None) == (report.verdict.fault is not Fault.OK) for report in reports)

@@ -16,6 +16,7 @@ from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options, wire
+from kbrl_async.kernels.verify import session as sessions
 from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.cpu.device import CpuDevice
 from kbrl_async.kernels.verify.hoarding import Crowded
@@ -149,6 +150,17 @@ def test_a_first_call_may_compile(zygote: Zygote, first_call_s: float, fault: Fa
     with contextlib.closing(Bench(zygote, options)) as bench:
         found = bench.evaluate(PROBLEM, Candidate(PROBLEM.source + LATE, "torch"), {}, timing=False).verdict
     assert found.fault is fault, found
+
+
+def test_who_gets_no_time_on_its_core_is_waited_for_however_short_its_deadline_is(
+    zygote: Zygote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "process_time_ns", lambda pid: 0)
+    monkeypatch.setattr(sessions, "waited_ns", lambda pid: 1 << 62)
+    options = bench_options(TimingBench(deadline_s=20.0), call_floor_s=0.1, call_factor=1.0, replay=False)
+    with contextlib.closing(Bench(zygote, options)) as bench:
+        found = bench.evaluate(PROBLEM, Candidate(PROBLEM.source + LATE, "torch"), {}, timing=False).verdict
+    assert found.fault is Fault.OK, found
 
 
 def test_what_others_plan_with_is_given_back_and_asked_for_again(

@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 import signal
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -26,6 +27,7 @@ from protocols.records import Fault, Problem
 
 GIB = 1 << 30
 TOTAL = 80 * GIB
+PATIENCE_S = 60.0
 Make = Callable[[], Reservations]
 
 
@@ -67,7 +69,7 @@ def test_little_is_nobodys_concern(make: Make) -> None:
 
 def wait(one: Reservations, size: int, done: list[Reservations]) -> threading.Thread:
     def run() -> None:
-        one.wait_for(size, no_tick, 10.0)
+        one.wait_for(size, no_tick, PATIENCE_S)
         done.append(one)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -76,8 +78,14 @@ def wait(one: Reservations, size: int, done: list[Reservations]) -> threading.Th
 
 
 def is_waiting(by: Reservations, count: int) -> None:
-    while sum(other.wanted > 0 for other in by.others) < count:
-        pass
+    until(lambda: sum(other.wanted > 0 for other in by.others) == count)
+
+
+def until(is_true: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def test_who_waits_goes_on_when_there_is_room_in_the_order_of_asking(make: Make) -> None:
@@ -91,9 +99,11 @@ def test_who_waits_goes_on_when_there_is_room_in_the_order_of_asking(make: Make)
     assert not holder.take(71 * GIB), "others have asked before"
     threads[1].join(0.3)
     assert done == [], "what fits does not pass those before it, or they would wait for ever"
+    holder.hold(12 * GIB)
+    threads[0].join(PATIENCE_S)
+    assert done == [large], "there is not enough for both"
     holder.hold(10 * GIB)
-    for thread in threads:
-        thread.join(5)
+    threads[1].join(PATIENCE_S)
     assert done == [large, small]
     assert [large.held, small.held] == [60 * GIB, 5 * GIB]
 
@@ -105,7 +115,7 @@ def test_more_than_there_is_waits_for_all_others_only(make: Make) -> None:
     thread = wait(second, 2 * TOTAL, done)
     is_waiting(first, 1)
     first.hold(0)
-    thread.join(5)
+    thread.join(PATIENCE_S)
     assert done == [second]
 
 
@@ -125,7 +135,7 @@ def test_a_tick_that_raises_ends_the_wait(make: Make) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        second.wait_for(50 * GIB, stop, 5.0)
+        second.wait_for(50 * GIB, stop, PATIENCE_S)
     assert [other.wanted for other in first.others] == [0]
 
 
@@ -209,7 +219,7 @@ def test_what_somebody_waits_for_is_given_back_however_little(device: CudaDevice
     is_waiting(device.reservations, 1)
     assert not device.rest(3 * GIB)
     assert device.rest(0)
-    thread.join(5)
+    thread.join(PATIENCE_S)
     assert done == [other]
 
 

@@ -138,9 +138,10 @@ def test_input_groups_are_workloads(evaluate: Evaluate) -> None:
 def test_a_secret_subset_is_timed_and_all_are_checked(zygote: Zygote) -> None:
     rows = f"WORKLOADS = {[{'shape': {'rows': n}} for n in (4, 5, 6, 7)]}"
     options = bench_options(TimingBench(deadline_s=10.0, timed_workloads=1, cap_s=0.02), call_floor_s=1.0)
-    seen = set()
+    seen, asked = set[str](), 0
     with contextlib.closing(Bench(zygote, options)) as bench:
-        for _ in range(4):
+        while len(seen) < 2 and asked < 40:  # of four, one of 64 times all of the first four are the same
+            asked += 1
             candidate = Candidate(plain("return x * 2 + 1"), "torch")
             report = bench.evaluate(Problem("L1/01_a", 1, "a", PROBLEM + rows + "\n"), candidate, {})
             assert len(report.verdict.workloads) == 4

@@ -51,7 +51,7 @@ class Child:
                 self._theirs.send(wire.encode(word))
         if CONFINED not in words or ENDS in words:
             self._theirs.close()
-        self.is_dying = False
+        self.is_dying, self.host_pid = False, 0
 
     def has_ended(self, within_s: float = 0.0) -> bool:
         return False

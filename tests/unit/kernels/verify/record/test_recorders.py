@@ -221,7 +221,7 @@ def test_a_process_that_does_not_answer_is_killed_in_time(start: Start) -> None:
     forever = threading.Event()
 
     def wait(process: Process) -> recording.Recording | None:
-        forever.wait(10)
+        forever.wait(250)
         return None
 
     recorders, zygote = start(wait)
