@@ -15,8 +15,10 @@ from tests.running import Run
 with contextlib.suppress(ImportError):  # hosts with a GPU run their tests without it
     from hypothesis import HealthCheck, settings
 
-    # Others may load the machine: how long an example takes says nothing about the code.
-    settings.register_profile("patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    # Others may load the machine: how long an example takes says nothing about the code. A change is judged by the same
+    # examples each time; `pytest --hypothesis-profile=anew` draws others.
+    settings.register_profile("anew", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("patient", settings.get_profile("anew"), derandomize=True)
     settings.load_profile("patient")
 
 
