@@ -29,7 +29,7 @@ from kbrl_async.kernels.verify.fresh import Pool, like
 from kbrl_async.kernels.verify.known import AskedSet, Draws, Held, Known, Recent, outlines
 from kbrl_async.kernels.verify.options import Tick, no_tick
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Judged, Session
-from kbrl_async.kernels.verify.tolerance import FP8_SUM, HALF, HONEST_FACTOR, is_noise, relative_of
+from kbrl_async.kernels.verify.tolerance import FP8_SUM, HALF, HONEST_FACTOR, eased, is_noise, relative_of
 
 _NARROW = re.compile(r"\b(float16|bfloat16|half|float8\w*)\b")
 _FP8 = tuple(kind for name in dir(torch) if name.startswith("float8_") and (kind := getattr(torch, name)).itemsize == 1)
@@ -100,6 +100,8 @@ class SetMaker:
         self._is_narrow = bool(_NARROW.search(source))
         self._nominal_inputs: list[float] = []
         self._nominal_moves: list[float] = []
+        self._usual: list[float] = []
+        """As `eased` takes them."""
         self.replaced: dict[str, str] = {}
         """Sets that were left out for a milder one, and why."""
         self.sets: list[InputSet] = []
@@ -282,7 +284,12 @@ class SetMaker:
             )
             for i, tensor in enumerate(expected)
         ]
-        if kind.name != "nominal" or wide is None:
+        if not self.sets:
+            scales = [max(compare.output_scale(tensor), 1e-30) for tensor in expected]
+            self._usual = [one.uncut / scale for one, scale in zip(found, scales, strict=True)]
+        if kind.name != "nominal":
+            return found, [eased(*three) for three in zip(found, expected, self._usual, strict=True)]
+        if wide is None:
             return found, found
         return found, [
             msgspec.structs.replace(one, honest=one.uncut) if one.ill and is_noise(tensor, wide[i]) else one
