@@ -143,7 +143,7 @@ def test_every_hint_and_alias_is_a_key() -> None:
     assert not set(KEYS) & ({*OTHER_NAMES} | {*ALIASES} | {*TRANSLATED})
     for key, values in TRANSLATED.values():
         for value in values.values():
-            load(overrides=[f"{key}={value}"])
+            load(overrides=["mode=multi_turn", f"{key}={value}"])
 
 
 def test_names_of_other_tools_are_taken_for_ours() -> None:
