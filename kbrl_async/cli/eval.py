@@ -23,7 +23,7 @@ from kbrl_async.cli.launch import ProcessesEnded, gave_up, start_and_wait
 from kbrl_async.cli.shared import EVALUATIONS, add_settings, completed, newest, runs_and_settings
 from kbrl_async.errors import UserError
 from kbrl_async.runs.config import CONFIG_FILE, KEYS, Config, config_hash, environment, load, process_counts
-from kbrl_async.runs.config.loading import gather
+from kbrl_async.runs.config.loading import find_key, gather
 from kbrl_async.runs.folder import Run, is_finished, load_run, plan, prepare
 
 if TYPE_CHECKING:
@@ -134,8 +134,13 @@ def _full_key(word: str) -> str:
 
 
 def _named_model(args: argparse.Namespace, overrides: list[str], env: Mapping[str, str]) -> str:
-    """What the settings alone name, as an address where it is an endpoint's; empty where nothing does."""
+    """What the settings alone name, as an address where it is an endpoint's; empty where nothing does.
+
+    :raises ConfigError: a key is unknown; else a misspelt model_name would mean the newest run.
+    """
     settings = gather(args.config, overrides, env)
+    for setting in settings:
+        find_key(setting.key, setting.origin)
     last = {setting.key: str(setting.value) for setting in settings}
     return last.get("sampler.base_url", "") if last.get("sampler.engine") == "openai" else last.get("model_name", "")
 

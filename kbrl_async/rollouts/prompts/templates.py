@@ -2,7 +2,7 @@
 
 | option | the policy reads |
 |---|---|
-| `compact` | the problem's classes: for the project's small policy, which reads nothing else |
+| `compact` | what a task asks for and the classes: for the project's small policy, which reads nothing else |
 | `zero_shot` | the backend's contract with an example of its form, the machine, the problem |
 | `one_shot`, `few_shot` | worked examples of the backend, then the same |
 | `custom:FILE` | what a TOML file says (`custom`) |
@@ -15,6 +15,8 @@ Invariant: a budget drops examples, the last ones first, and never a part of the
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator
 
 from kbrl_async.errors import ConfigError
@@ -99,7 +101,9 @@ def worked_example(reference: str, kernel: str, speedup: float | None = None) ->
 
 
 def _body(source: str) -> str:
-    """The problem's classes without imports, blank lines, sizes and input code."""
-    before_inputs = source.partition("\ndef get_inputs")[0]
-    kept = [line for line in before_inputs.splitlines() if line.strip() and line.startswith((" ", "class "))]
-    return "\n".join(kept) + "\n"
+    """The comment on top, where a task's instruction stands, and the problem's classes, without imports, blank lines,
+    sizes and input code."""
+    before_inputs = re.split(r"^def get_input", source, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
+    said = itertools.takewhile(lambda line: line.startswith("#"), before_inputs)
+    kept = [line for line in before_inputs if line.strip() and line.startswith((" ", "class "))]
+    return "\n".join([*said, *kept]) + "\n"

@@ -28,7 +28,7 @@ from msgspec import inspect as types
 from kbrl_async.errors import ConfigError
 from kbrl_async.runs.config.checks import check
 from kbrl_async.runs.config.keys import KEYS, SECTIONS, Key, flat
-from kbrl_async.runs.config.names import ALIASES, RENAMED, nearest
+from kbrl_async.runs.config.names import ALIASES, RENAMED, TRANSLATED, instead_of, is_foreign, nearest
 from kbrl_async.runs.config.presets import preset_settings
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.config.sources import PREFIX, Setting, from_env, from_file, from_overrides
@@ -81,16 +81,40 @@ def gather(
     """What `load` resolves, the winner of each key last."""
     settings = [setting for path in paths for setting in from_file(Path(path))]
     settings += from_env(env or {}) + from_overrides(overrides)
+    settings = [setting for setting in settings if not (is_foreign(setting.key) and _is_null(setting.value))]
+    _refuse_absent(settings)
     settings = [at_policy(_current(setting)) for setting in settings]
     settings = [_located(setting, settings) for setting in settings]
     return [*_asked_like(settings), *preset_settings(settings), *_resumed(settings), *settings]
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.lower() in ("null", "none", ""))
+
+
+def _refuse_absent(settings: Sequence[Setting]) -> None:
+    """All at once: whoever brings a file of another system's mends it once."""
+    absent = [setting for setting in settings if instead_of(setting.key)]
+    if absent:
+        names = ", ".join(f"{setting.key} ({setting.origin})" for setting in absent)
+        cures = dict.fromkeys(instead_of(setting.key) for setting in absent)
+        verb, them = ("are no keys", "them") if len(absent) > 1 else ("is no key", "it")
+        raise ConfigError(f"{names} {verb} here", f"Leave {them} out. {'. '.join(cures)}")
 
 
 def _current(setting: Setting) -> Setting:
     """The same by the key's name of today."""
     if (new := RENAMED.get(setting.key)) is not None:
         warn_once(f"{setting.key} is {new} now; the old name is read for one more release ({setting.origin})")
-    return msgspec.structs.replace(setting, key=new or ALIASES.get(setting.key, setting.key))
+        return msgspec.structs.replace(setting, key=new)
+    if (ours := ALIASES.get(setting.key)) is not None:
+        warn_once(f"{setting.key} is {ours} here ({setting.origin})")
+        return msgspec.structs.replace(setting, key=ours)
+    said = TRANSLATED.get(setting.key)
+    if said is None or (value := said.values.get(shown(setting.value).lower())) is None:
+        return setting
+    warn_once(f"{setting.key}={shown(setting.value)} is {said.key}={value} here ({setting.origin})")
+    return msgspec.structs.replace(setting, key=said.key, value=value)
 
 
 @functools.cache  # a process reads its run's configuration more than once
@@ -149,6 +173,11 @@ def find_key(name: str, origin: str = "command line") -> Key:
     if name in SECTIONS:
         inside = ", ".join(key.partition(".")[2] for key in KEYS if key.startswith(f"{name}."))
         raise ConfigError(f"{name} is a section, not a key ({origin})", f"Set one of its keys: {inside}")
+    if said := TRANSLATED.get(name):
+        known = ", ".join(f"{word} is {said.key}={value}" for word, value in said.values.items())
+        raise ConfigError(f"{name} is {said.key} here, by other words ({origin})", f"Known: {known}")
+    if cure := instead_of(name):
+        raise ConfigError(f"{name} is no key here ({origin})", cure)
     near = nearest(name)
     cure = f"Did you mean {near}?" if near else "Run 'kbrl config' for all keys"
     raise ConfigError(f"unknown key '{name}' ({origin})", cure)
@@ -174,7 +203,7 @@ def _convert(key: Key, setting: Setting) -> Any:
 
 def _read_text(key: Key, text: str) -> Any:
     """Text from a variable or the command line as the key's type wants it; YAML's `1e-4` is such text too."""
-    if key.takes(types.NoneType) and text.lower() in ("null", "none", ""):
+    if key.takes(types.NoneType) and _is_null(text):
         return None
     if key.takes(types.ListType) and ("," in text or text.startswith("[")):
         return [part.strip() for part in text.strip("[] ").split(",") if part.strip()]
@@ -194,8 +223,14 @@ def _number(text: str) -> int | float | str:
     return int(number) if number.is_integer() else number
 
 
+_NAMED = ("method", "preset", "loss", "advantage", "reward.preset")
+"""Keys that take names of algorithms, which are easily taken for one another."""
+
+
 def _wrong(key: Key, setting: Setting, name: str = "") -> ConfigError:
-    near = _closest(name or str(setting.value), key.choices)
+    word = name or str(setting.value)
+    homes = [f"{other}={word}" for other in _NAMED if other != key.name and word in KEYS[other].choices]
+    near = " or ".join(homes) if key.name in _NAMED and homes else _closest(word, key.choices)
     cure = f"Did you mean {near}?" if near else f"Its default is {shown(key.default)}"
     return ConfigError(f"{key.name} must be {key.expects}, not {shown(setting.value)} ({setting.origin})", cure)
 

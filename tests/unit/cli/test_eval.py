@@ -15,7 +15,7 @@ from rich.console import Console
 from kbrl_async.cli import eval as evaluate
 from kbrl_async.cli import main, parse, preflight, train
 from kbrl_async.cli.launch import ProcessesEnded
-from kbrl_async.errors import RunError, UserError
+from kbrl_async.errors import ConfigError, RunError, UserError
 from kbrl_async.evaluation import document
 from kbrl_async.evaluation.metrics import Sample
 from kbrl_async.runs.config import Config, load, process_counts, to_yaml
@@ -77,6 +77,11 @@ def test_a_model_that_is_named_without_a_policy_is_the_policy(run: Path, monkeyp
     assert target_of("mine", "model_name=owner/base")[0] == "policy", "a policy that is named is the policy"
     monkeypatch.setenv("KBRL_MODEL_NAME", "owner/third")
     assert target_of() == ("model", "owner/third")
+
+
+def test_a_misspelt_model_name_is_no_word_for_the_newest_run(run: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'model_nam' .* Did you mean model_name"):
+        target_of("model_nam=owner/model")
 
 
 def test_an_endpoint_s_model_is_at_the_endpoint(folder: Path) -> None:

@@ -2,7 +2,8 @@
 
 `pytorch_code` may hold the whole contract (`Model`, `get_inputs`, `get_init_inputs`), a module of another name, or one
 function; what is missing is written around it. `test_inputs` gives the inputs where `get_inputs` does not: a list (or
-a mapping by name) of shapes, of `{"shape": …, "dtype": …}`, or of plain numbers; or Python that evaluates to them.
+a mapping by name) of shapes, of `{"shape": …, "dtype": …}`, or of plain numbers; or Python that evaluates to them. A
+list of such lists or mappings is several sets of inputs: each is a workload of the problem.
 
 Nothing here runs a task.
 """
@@ -101,7 +102,7 @@ def _source(row: Mapping[str, Any], origin: str) -> str:
         code = _PREAMBLE + "\n" + code
     if "Model" not in names:
         code += _model(body, origin)
-    if "get_inputs" not in names:
+    if not names & {"get_inputs", "get_input_groups"}:
         code += _inputs(row.get("test_inputs"), origin)
     if "get_init_inputs" not in names:
         code += "\n\ndef get_init_inputs():\n    return []\n"
@@ -134,12 +135,25 @@ def _inputs(given: Any, origin: str) -> str:
         raise ProblemError(f"{origin} says nothing about its inputs", cure)
     if isinstance(given, str):
         return _written_inputs(given, origin)
+    if isinstance(given, list) and all(map(_is_set, given)):
+        groups = ",\n        ".join(f"[{_tensors(one, origin)}]" for one in given)
+        return f"\n\ndef get_input_groups():\n    return [\n        {groups},\n    ]\n"
+    return f"\n\ndef get_inputs():\n    return [{_tensors(given, origin)}]\n"
+
+
+def _is_set(item: Any) -> bool:
+    """All inputs of one call, not one of them: a list of more than numbers, or a mapping by their names."""
+    if isinstance(item, dict):
+        return "shape" not in item
+    return isinstance(item, list) and any(isinstance(part, list | dict) for part in item)
+
+
+def _tensors(given: Any, origin: str) -> str:
     values = list(given.values()) if isinstance(given, dict) and "shape" not in given else given
     listed = [values] if isinstance(values, dict) or _is_shape(values) else values
     if not isinstance(listed, list):
         raise ProblemError(f"{origin}: test_inputs is no list", "Write shapes, such as [[16, 256], [256]]")
-    parts = ", ".join(_tensor(item, origin) for item in listed)
-    return f"\n\ndef get_inputs():\n    return [{parts}]\n"
+    return ", ".join(_tensor(item, origin) for item in listed)
 
 
 def _written_inputs(text: str, origin: str) -> str:

@@ -15,6 +15,7 @@ import torch
 from kbrl_async.errors import MissingTool, ProblemError, UserError
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.kernels.problems.contract import parse_problem
+from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.kernels.problems.precision import in_precision
 from kbrl_async.kernels.problems.sources.tasks import load_tasks, task_problem
 
@@ -156,6 +157,20 @@ def test_what_a_task_lacks_of_the_contract_is_written_around_it(
 
 
 @pytest.mark.parametrize(
+    "sets",
+    [
+        [[[2, 3], [3, 4]], [[5, 3], [3, 6]]],
+        [{"x": [2, 3], "w": [3, 4]}, {"x": [5, 3], "w": {"shape": [3, 6]}}],
+    ],
+)
+def test_several_sets_of_inputs_are_workloads(sets: Any) -> None:
+    problem = task_problem(task(pytorch_code="def f(x, w):\n    return x @ w", test_inputs=sets), 1, "t")
+    made = executed(problem.source)
+    assert [tuple(made["Model"]()(*inputs).shape) for inputs in made["get_input_groups"]()] == [(2, 4), (5, 6)]
+    assert declared(problem.source).has_groups
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"pytorch_code": None}, "no pytorch_code"),
@@ -163,6 +178,7 @@ def test_what_a_task_lacks_of_the_contract_is_written_around_it(
         ({"pytorch_code": "x = 1"}, "no Model, module or function"),
         ({"pytorch_code": "def f(x):\n    return x"}, "nothing about its inputs"),
         ({"pytorch_code": "def f(x):\n    return x", "test_inputs": ["torch"]}, "test_inputs holds 'torch'"),
+        ({"pytorch_code": "def f(x):\n    return x", "test_inputs": [[[2]], [["a"]]]}, r"test_inputs holds \['a'\]"),
         ({"pytorch_code": "def f(x):\n    return x", "test_inputs": [{"shape": [2], "dtype": "a);"}]}, "no dtype"),
         ({"pytorch_code": "def f(x):\n    return x", "test_inputs": "import os"}, "does not parse"),
         ({"difficulty": "odd"}, "difficulty 'odd' is unknown"),

@@ -6,6 +6,7 @@ import pytest
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.kernels.problems import load_suite
+from kbrl_async.kernels.problems.sources.tasks import task_problem
 from kbrl_async.rollouts.prompts import extract, render_prompt
 
 MODEL = "class ModelNew(nn.Module):\n    def forward(self, x):\n        return x\n"
@@ -60,6 +61,13 @@ def test_the_compact_prompt_is_the_problem_without_its_inputs() -> None:
     assert "class Model" in prompt
     assert "get_inputs" not in prompt
     assert "import" not in prompt
+
+
+def test_a_task_s_instruction_reaches_compact_prompts_too() -> None:
+    row = {"pytorch_code": "class Model(nn.Module):\n    pass\n# aside", "instruction": "Fuse it.\nIn one pass."}
+    for inputs in ([[2, 3]], [[[2, 3]], [[4, 3]]]):
+        prompt = render_prompt("compact", task_problem({**row, "test_inputs": inputs}, 1, "t"))
+        assert prompt == "# Fuse it.\n# In one pass.\nclass Model(nn.Module):\n    pass\n### ModelNew\n"
 
 
 def test_the_explaining_prompt_holds_the_contract_and_the_whole_problem() -> None:

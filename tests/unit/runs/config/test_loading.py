@@ -10,7 +10,8 @@ import pytest
 from kbrl_async.errors import ConfigError
 from kbrl_async.runs.config import KEYS, Config, config_hash, environment, load, to_yaml
 from kbrl_async.runs.config.keys import flat
-from kbrl_async.runs.config.names import ALIASES, OTHER_NAMES
+from kbrl_async.runs.config.loading import find_key, warn_once
+from kbrl_async.runs.config.names import ALIASES, OTHER_NAMES, TRANSLATED
 
 ROOT = Path(__file__).parents[4]
 SWITCH = "true or false"
@@ -127,8 +128,8 @@ def test_an_unknown_key_is_named_with_the_nearest_right_one(word: str, meant: st
 
 
 UNRELATED = (
-    "wandb_name", "weight_decay", "top_p", "timeout", "gpu_arch", "eval_mode", "verbose", "lora_alpha",
-    "num_correct_trials", "eval_batch_size", "max_prompt_length", "eval_size", "gradient_accumulation_steps",
+    "weight_decay", "top_p", "timeout", "gpu_arch", "eval_mode", "verbose", "lora_alpha", "eval_batch_size",
+    "max_prompt_length", "eval_size", "gradient_accumulation_steps",
 )  # fmt: skip
 
 
@@ -139,7 +140,10 @@ def test_a_hint_never_points_to_an_unrelated_key(name: str) -> None:
 
 def test_every_hint_and_alias_is_a_key() -> None:
     assert {key for hint in OTHER_NAMES.values() for key in hint.split(" or ")} | {*ALIASES.values()} <= set(KEYS)
-    assert not set(KEYS) & ({*OTHER_NAMES} | {*ALIASES})
+    assert not set(KEYS) & ({*OTHER_NAMES} | {*ALIASES} | {*TRANSLATED})
+    for key, values in TRANSLATED.values():
+        for value in values.values():
+            load(overrides=["mode=multi_turn", f"{key}={value}"])
 
 
 def test_names_of_other_tools_are_taken_for_ours() -> None:
@@ -165,6 +169,76 @@ def test_names_that_users_of_such_tools_know_are_taken(
         load(overrides=[f"{name}={value}"]), load([file]), load(env={f"KBRL_{name.upper()}": value}),
     ):  # fmt: skip
         assert getattr(config.tensorboard, section_name) == read
+
+
+THEIRS = """\
+mode: multi_turn
+num_substeps: 1
+loss_fn: ppo
+save_every: 5
+dataset_builder:
+  level: 1
+  start_problem: null
+  backend: triton
+  batch_size: 4
+  group_size: 6
+  test_fraction: 0.2
+  dataset_src: local
+  prompt_precision: null
+multiturn_dataset_builder:
+  max_turns: 3
+  early_stop_on_correct: true
+  prompt_option: zero_shot
+"""
+"""A file as trainers with a builder of data sets have it."""
+
+
+def test_the_file_of_a_trainer_with_a_builder_of_data_sets_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warn_once.cache_clear()
+    found = flat(load([write(tmp_path, "theirs.yaml", THEIRS)]))
+    wanted = {
+        "learner.minibatches": 1, "loss": "ppo", "learner.checkpoint_every": 5, "level": 1, "backend": "triton",
+        "batch_size": 4, "group_size": 6, "heldout_share": 0.2, "problems": "kernelbench", "precision": "fp32",
+        "max_turns": 3, "turns.stop": "correct", "prompt.option": "zero_shot",
+    }  # fmt: skip
+    assert {key: found[key] for key in wanted} == wanted
+    said = capsys.readouterr().err
+    assert f"warning: dataset_builder.batch_size is batch_size here ({tmp_path / 'theirs.yaml'}:9)" in said
+    assert "dataset_builder.dataset_src=local is problems=kernelbench here" in said
+    assert "start_problem" not in said, "null says nothing"
+
+
+def test_what_others_have_and_we_do_otherwise_is_refused_all_at_once_with_what_does_it_here() -> None:
+    refused = error("dataset_builder.num_correct_trials=5", "shuffle=true", "lr=1")
+    assert refused.startswith(
+        "dataset_builder.num_correct_trials (command line), shuffle (command line) are no keys here. Leave them out. "
+    )
+    assert "curriculum.strictness" in refused
+    assert "curriculum.kind" in refused
+    assert error("dataset_builder.reward_length_weight=1").endswith("docs/howto-reward.md")
+    with pytest.raises(ConfigError, match="is no key here"):
+        find_key("dataset_builder.num_correct_trials")
+
+
+def test_a_word_that_others_have_for_a_setting_and_we_do_not_know_is_answered_with_those_that_are() -> None:
+    refused = error("dataset_builder.dataset_src=disk")
+    assert "dataset_builder.dataset_src is problems here" in refused
+    assert "local is problems=kernelbench" in refused
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("loss=dapo", "preset=dapo"),
+        ("method=rloo", "preset=rloo"),
+        ("preset=reward_weighted_sft", "method=reward_weighted_sft"),
+        ("preset=best_of_n", "method=best_of_n or advantage=best_of_n or reward.preset=best_of_n"),
+    ],
+)
+def test_the_name_of_an_algorithm_at_the_wrong_key_is_answered_with_the_right_one(word: str, meant: str) -> None:
+    assert error(word).endswith(f"Did you mean {meant}?")
 
 
 def test_a_wrong_value_under_such_a_name_is_named_as_ours() -> None:
