@@ -140,8 +140,8 @@ class SetMaker:
 
         :raises ProblemError: the reference can't be compared with, or its inputs are not what it declares.
         """
-        for place in range(len(draws)) if self._domains else ():
-            self._refuse_outside(_lent(draws, place))
+        for drawn in range(len(draws)) if self._domains else ():
+            self._refuse_outside(_lent(draws, drawn))
         self._pool, self._plan, self._recent = pool, plan, Recent()
         self._keeps = self._widens = True
         kinds = inputs.kinds_for(self._oracle.examples)

@@ -137,7 +137,7 @@ def is_confirmed_integer(expected: torch.Tensor, wide: torch.Tensor) -> bool:
     if not expected.is_floating_point() or expected.numel() == 0 or wide.shape != expected.shape:
         return False
     largest = 2.0 / torch.finfo(expected.dtype).eps
-    return all(_are_integers(*both, largest) for both in pieces(expected, wide))
+    return all(_are_integers(one, other, largest) for one, other in pieces(expected, wide))
 
 
 def _are_integers(expected: torch.Tensor, wide: torch.Tensor, largest: float) -> bool:

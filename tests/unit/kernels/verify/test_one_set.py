@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,11 +153,11 @@ def test_a_draw_in_place_is_the_same_draw(make: Callable[[], list[torch.Tensor]]
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Counted(TorchDispatchMode):
+class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]  # torch's
     """Live bytes of tensors that are made in here; what is copied to the host waits there, and does not count."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self._live: dict[int, int] = {}
         self.peak = 0
 
@@ -194,7 +194,8 @@ class Here(CudaSession):
     """A reference's child in this process: every buffer that it and the bench have on a GPU is one of torch's here."""
 
     def __init__(self, draw: Callable[[], list[torch.Tensor]], forward: Callable[..., torch.Tensor]) -> None:
-        self._draw, self._forward, self.copies, self.last = draw, forward, True, None
+        self._draw, self._forward, self.copies = draw, forward, True
+        self.last: torch.Tensor | None = None
         self.uses = 0
         self.is_widened = False
         examples = outlines(draw())
@@ -234,6 +235,7 @@ class Here(CudaSession):
         if op == wire.OP_RUN:
             self.last = None
             self.last = self._forward(*self.inputs)
+        assert self.last is not None
         meta = self._outs[0][0]
         self.shared.view(meta).copy_(self.last)
         return ForwardOutcome(1, 0, 0, ["T", 0], [meta])
@@ -265,7 +267,7 @@ PROBLEMS: dict[str, tuple[Callable[[], list[torch.Tensor]], Callable[..., torch.
 
 
 @pytest.fixture
-def large_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small beside the inputs here, as they are beside those of problems that are large."""
     for module in (pieces, inputs, fresh, compare):
         monkeypatch.setattr(module, "CHUNK", 1 << 13)
@@ -273,7 +275,6 @@ def large_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fresh, "_SLACK", 1 << 10)
     monkeypatch.setattr(inputs, "_SAMPLE", 1 << 12)
     monkeypatch.setattr("kbrl_async.kernels.verify.sets._FEW", 1 << 12)
-    return
 
 
 @pytest.mark.usefixtures("large_parts")
@@ -290,7 +291,7 @@ def test_the_counted_peak_is_the_predicted_one(name: str) -> None:
         maker = SetMaker(reference, name, random.Random(2), "bfloat16" if "half" in name else "")
         maker.make(draws, pool, reference._redraw, plan=lambda outputs, mutated: (False, False))
         made, counted.peak = counted.peak, 0
-        sizes = Sizes(given, out, drawn=session.drawn_beside)
+        sizes = Sizes(given, out, drawn=session.drawn_beside or 0)
         arena, held = torch.empty(given + out, dtype=torch.uint8), torch.empty(3 * out, dtype=torch.uint8)
         for one in maker.sets:
             one.known.load()
