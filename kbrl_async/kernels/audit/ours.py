@@ -25,7 +25,7 @@ def cheap_outputs(references: References, problem: Problem) -> tuple[OutputTrial
 def _trials(sets: list[InputSet]) -> tuple[OutputTrial, ...]:
     """One set after the other: those of large problems are made again whenever they are looked at."""
     other = sets[1]  # of another draw than the first
-    seen = other.expected
+    seen = [tensor.clone() for tensor in other.expected]  # of large problems it is there until the next one is made
     typical = trials.constants(seen)
     fits: dict[str, list[trials.Fit]] = {}
     for one in sets:

@@ -13,6 +13,7 @@ import torch
 
 from kbrl_async.kernels.verify import fused
 from kbrl_async.kernels.verify.fused import Counted
+from kbrl_async.kernels.verify.pieces import pieces
 from kbrl_async.kernels.verify.tolerance import HALF, Tolerance, base, largest_error, output_scale, tolerance
 
 __all__ = [
@@ -52,16 +53,21 @@ def kernelbench(got: torch.Tensor, expected: torch.Tensor) -> bool:
     figure = base(expected.dtype)
     if (counted := _counted(got, expected, Tolerance(figure, figure))) is not None:
         return counted.wrong == 0 == counted.nans
-    return torch.allclose(_wide_enough(got), _wide_enough(expected), rtol=figure, atol=figure)
+    parts = ((_wide_enough(a), _wide_enough(b)) for a, b in pieces(got, expected))
+    return all(torch.allclose(*both, rtol=figure, atol=figure) for both in parts)
 
 
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal in every bit (so that NaN equals its own bytes)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    way = fused.of(a.device)
+    way = fused.of(a.device) if a.device == b.device else None
     if way is not None and (found := way.same(a, b)) is not None:
         return found
+    return all(_are_same(one.to(other.device), other) for one, other in pieces(a, b))
+
+
+def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if torch.equal(a, b):
         return True
     if not a.is_floating_point() and not a.is_complex():
@@ -75,7 +81,10 @@ def agrees(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> boo
         return torch.equal(got, expected)
     if (counted := _counted(got, expected, allowed)) is not None:
         return counted.wrong == 0
-    got, expected = _wide_enough(got), _wide_enough(expected)
+    return all(_agree(_wide_enough(a), _wide_enough(b), allowed) for a, b in pieces(got, expected))
+
+
+def _agree(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> bool:
     excess = torch.sub(got, expected).abs_().sub_(expected.abs(), alpha=allowed.relative)
     return bool(excess.max() <= allowed.absolute)
 

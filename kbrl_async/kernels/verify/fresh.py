@@ -23,6 +23,7 @@ import torch
 
 from kbrl_async.kernels.verify.inputs import is_continuous, sums_to_one
 from kbrl_async.kernels.verify.known import Draws, Redrawn
+from kbrl_async.kernels.verify.pieces import pieces
 
 Structure = Literal["fixed", "whole", "turned", "each"]
 """All draws the same · one draw, or a mixture, as it is · the same with its dimensions turned · element by element."""
@@ -34,7 +35,7 @@ _SAMPLE = 64
 def structure_of(tensors: Sequence[torch.Tensor]) -> Structure:
     """What all these draws of one input have in common."""
     first = tensors[0]
-    if all(torch.equal(first, other) for other in tensors[1:]):
+    if all(_are_equal(first, other) for other in tensors[1:]):
         return "fixed"
     if first.dim() == 0 or first.is_complex() or (first.is_floating_point() and first.dtype.itemsize == 1):
         return "whole"
@@ -49,13 +50,22 @@ def structure_of(tensors: Sequence[torch.Tensor]) -> Structure:
     return "each"
 
 
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and all(torch.equal(*both) for both in pieces(one, other))
+
+
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])[:_SAMPLE]
 
 
 def _is_sorted(tensor: torch.Tensor) -> bool:
     rows = _rows(tensor)
-    return rows.shape[-1] > 2 and rows.dtype is not torch.bool and bool((rows[:, 1:] >= rows[:, :-1]).all())
+    if rows.shape[-1] <= 2 or rows.dtype is torch.bool:
+        return False
+    step = max(1, CHUNK // max(1, rows.shape[0]))
+    begins = range(0, rows.shape[-1] - 1, step)
+    pairs = ((rows[:, begin + 1 : begin + 1 + step], rows[:, begin : begin + step]) for begin in begins)
+    return all(bool((later >= earlier[:, : later.shape[1]]).all()) for later, earlier in pairs)
 
 
 def _is_symmetric(tensor: torch.Tensor) -> bool:
@@ -102,12 +112,15 @@ def blend(
     weights: SecretWeights,
     rng: random.Random,
 ) -> None:
-    """Write values from the first two into the third. All are of one shape and layout, dense in some order."""
+    """Write values from the first two into the third, which may be one of them. All are of one shape and layout, dense
+    in some order; the first may lie on the host.
+    """
     a, b, out = three
     if structure == "each":
         flat = [one.as_strided((one.numel(),), (1,)) for one in three]
         for begin in range(0, a.numel(), CHUNK):
             x, y, target = (one[begin : begin + CHUNK] for one in flat)
+            x = x.to(out.device)
             window = weights.window(x.numel(), x.dtype if is_number else torch.bool, rng)
             torch.lerp(x, y, window, out=target) if is_number else torch.where(window, x, y, out=target)
         return
@@ -118,13 +131,20 @@ def blend(
             shifts[-1] = shifts[-2]
         a = a.roll(shifts, tuple(range(a.dim())))
     if structure != "fixed" and is_number:
-        torch.lerp(a, b, rng.uniform(0.2, 0.8), out=out)
+        share = rng.uniform(0.2, 0.8)
+        for x, y, target in pieces(a, b, out):
+            torch.lerp(x.to(out.device), y, share, out=target)
     else:
         out.copy_(a)
 
 
 def _is_square(tensor: torch.Tensor) -> bool:
     return tensor.dim() >= 2 and tensor.shape[-1] == tensor.shape[-2]
+
+
+def _copy(blocks: Sequence[torch.Tensor], to: Sequence[torch.Tensor]) -> None:
+    for block, place in zip(blocks, to, strict=True):
+        place.copy_(block)
 
 
 class Pool:
@@ -142,7 +162,8 @@ class Pool:
         """`fixed`: numbers of inputs that are only ever as they were drawn. Of `Redrawn` draws none is held."""
         assert len(draws) >= 2, "mixing needs two draws"
         self.draws, self._examples = draws, examples
-        inputs = list(zip(*map(self._shaped, draws), strict=True))
+        known = [draws[0], draws.lent(1)] if isinstance(draws, Redrawn) else draws
+        inputs = list(zip(*map(self._shaped, known), strict=True))
         self._structures = ["fixed" if i in fixed else structure_of(same) for i, same in enumerate(inputs)]
         self._are_numbers = [all(map(is_continuous, same)) for same in inputs]
         device = inputs[0][0].device if inputs else torch.device("cpu")
@@ -160,15 +181,46 @@ class Pool:
     def mix(self, outs: list[list[torch.Tensor]], rng: random.Random) -> None:
         """Write one fresh set into each of `outs`, as flat blocks: the same values in all of them."""
         first, second = rng.sample(range(len(self.draws)), 2)
-        both = [self._shaped(self.draws[place]) for place in (first, second)]
-        for i, structure in enumerate(self._structures):
-            a, b, out = both[0][i], both[1][i], like(outs[0][i], self._examples[i])
-            blend((a, b, out), structure, self._are_numbers[i], self._weights, rng)
-            for other in outs[1:]:
-                other[i].copy_(outs[0][i])
+        if isinstance(self.draws, Redrawn):
+            self._mix_lent(self.draws, outs, first, second, rng)
+            return
+        self._blend(self.draws[first], self.draws[second], outs[0], rng)
+        for other in outs[1:]:
+            _copy(outs[0], other)
+
+    def _mix_lent(
+        self, draws: Redrawn, outs: list[list[torch.Tensor]], first: int, second: int, rng: random.Random
+    ) -> None:
+        """The first draw waits where the mixture goes, unless the second will be lent just there."""
+        given = draws.lent(first)
+        lent = {block.data_ptr() for block in given}
+        target = next((out for out in outs if not any(block.data_ptr() in lent for block in out)), None)
+        if target is None:
+            target = outs[0]
+            given = [block.to("cpu", copy=True) for block in given]
+        else:
+            _copy(given, target)
+            given = target
+        self._blend(given, draws.lent(second), target, rng)
+        for other in outs:
+            if other is not target:
+                _copy(target, other)
+
+    def _blend(
+        self, first: list[torch.Tensor], second: list[torch.Tensor], out: list[torch.Tensor], rng: random.Random
+    ) -> None:
+        shaped = zip(self._shaped(first), self._shaped(second), self._shaped(out), strict=True)
+        for three, structure, is_number in zip(shaped, self._structures, self._are_numbers, strict=True):
+            blend(three, structure, is_number, self._weights, rng)
 
     def mixed(self, rng: random.Random) -> list[torch.Tensor]:
-        """One fresh set in memory of its own."""
+        """One fresh set, in memory of its own, or lent where draws are. There, the first draw waits on the host."""
+        if isinstance(self.draws, Redrawn):
+            first, second = rng.sample(range(len(self.draws)), 2)
+            given = [block.to("cpu", copy=True) for block in self.draws.lent(first)]
+            blocks = self.draws.lent(second)
+            self._blend(given, blocks, blocks, rng)
+            return blocks
         device = self._weights.tensors[0].device
         blocks = [torch.empty(one.numel(), dtype=one.dtype, device=device) for one in self._examples]
         self.mix([blocks], rng)

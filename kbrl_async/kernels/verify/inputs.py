@@ -10,15 +10,18 @@ Timed calls get fresh values, see `fresh`; one of the checked sets does too, so 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import torch
 
 from kbrl_async.kernels.problems.declared import Domain
+from kbrl_async.kernels.verify.pieces import CHUNK, ends, in_order, pieces
 
 _SAMPLE = 1 << 16
 _NEAR_ZERO = 1e-2
+_ROWS = 64
+"""That are looked at for what all have in common."""
 _COARSE = 2.0**-9
 """Half a unit in the last place of bfloat16."""
 
@@ -113,7 +116,7 @@ def is_continuous(tensor: torch.Tensor) -> bool:
 
 
 def _are_integers(tensor: torch.Tensor) -> bool:
-    return bool((tensor == tensor.round()).all())
+    return all(bool((part == part.round()).all()) for (part,) in pieces(tensor))
 
 
 def vary(
@@ -122,10 +125,13 @@ def vary(
     rng: random.Random,
     domains: Mapping[int, Domain] | None = None,
     fixed: Collection[int] = (),
+    *,
+    is_ours: bool = False,
 ) -> list[torch.Tensor]:
     """The inputs of a set, from one nominal draw: what stays as it is shares its memory. Tensors have the
     problem's shapes, or are flat blocks where only their values are known. `domains` and `fixed` go by their numbers:
-    the ends that they stay between, and which stay as they were drawn.
+    the ends that they stay between, and which stay as they were drawn. `is_ours`: nobody needs the draw any more, all
+    is done in its memory.
     """
     factor = kind.scale if kind.scale_to <= kind.scale else rng.uniform(kind.scale, kind.scale_to)
     seed = rng.getrandbits(63)
@@ -137,46 +143,59 @@ def vary(
         if is_kept:
             varied.append(tensor)
         else:
-            made = _shaped(tensor, kind, seed).mul_(factor)
+            made = _shaped(tensor, kind, seed, tensor if is_ours else torch.empty_like(tensor)).mul_(factor)
             varied.append(made.clamp_(*domains[number]) if domains and number in domains else made)
     return varied
 
 
-def _shaped(tensor: torch.Tensor, kind: Kind, seed: int) -> torch.Tensor:
+def _shaped(tensor: torch.Tensor, kind: Kind, seed: int, out: torch.Tensor) -> torch.Tensor:
     """Element-wise functions of the values, or symmetric ones of the position: they keep structure, and strides. What
     never comes near zero does not become zero, it may be a divisor, nor all one value: rows without variance are, for
-    a normalisation, rounding errors and nothing else.
+    a normalisation, rounding errors and nothing else. `out` may be the tensor itself.
     """
-    changed = _changed(tensor, kind, seed)
-    magnitude = tensor.abs()
-    least, most = (float(end) for end in magnitude.aminmax())
-    if least > _NEAR_ZERO * most and kind.shape != "graded":
-        nearer = magnitude.add_(least).mul_(0.5).copysign_(tensor)
-        torch.where(changed == 0, nearer, changed, out=changed)
-    return changed
-
-
-def _changed(tensor: torch.Tensor, kind: Kind, seed: int) -> torch.Tensor:
-    changed = tensor.clone()
-    if kind.shape == "spikes":
-        magnitude = tensor.abs()
-        return changed.mul_(magnitude >= _quantile(magnitude, 0.9))
-    if kind.shape == "binary":
-        changed.copy_((tensor > _quantile(tensor, 0.5)) & (tensor != 0))
-        return changed if bool((tensor > 0).any()) else changed.neg_()
     if kind.shape == "graded":
-        return _grade(changed)
-    if kind.flip and bool((tensor < 0).any()) and bool((tensor > 0).any()):
-        return changed.neg_()  # what has one side keeps it: decays, probabilities, variances
+        return _grade(out if out is tensor else out.copy_(tensor))
+    least, most = ends(tensor)
+    change = _changer(tensor, kind, seed)
+    for part, to in _parts(tensor, out, kind):
+        changed = change(part)
+        if least > _NEAR_ZERO * most:
+            nearer = part.abs().add_(least).mul_(0.5).copysign_(part)
+            torch.where(changed == 0, nearer, changed, out=changed)
+        to.copy_(changed)
+    return out
+
+
+def _parts(tensor: torch.Tensor, out: torch.Tensor, kind: Kind) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Numbers are drawn for elements in their order, which may be another than that of the memory."""
+    return zip(in_order(tensor), in_order(out), strict=True) if kind.flip else pieces(tensor, out)
+
+
+def _changer(tensor: torch.Tensor, kind: Kind, seed: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes new values of a part, by what is known of the whole."""
+    if kind.shape == "spikes":
+        least = _quantile(tensor, 0.9, are_magnitudes=True)
+        return lambda part: part * (part.abs() >= least)
+    if kind.shape == "binary":
+        middle, sign = _quantile(tensor, 0.5), 1 if _is_any(tensor, torch.gt) else -1
+        return lambda part: ((part > middle) & (part != 0)).to(part.dtype).mul_(sign)
+    if kind.flip and _is_any(tensor, torch.lt) and _is_any(tensor, torch.gt):
+        return torch.neg  # what has one side keeps it: decays, probabilities, variances
     if kind.flip:
         generator = torch.Generator(tensor.device).manual_seed(seed)
-        return changed.mul_(torch.rand(tensor.shape, generator=generator, device=tensor.device) < 0.25)
-    return changed
+        return lambda part: part * (torch.rand(part.shape, generator=generator, device=part.device) < 0.25)
+    return torch.clone
 
 
-def _quantile(tensor: torch.Tensor, share: float) -> torch.Tensor:
+def _is_any(tensor: torch.Tensor, than: Callable[[torch.Tensor, int], torch.Tensor]) -> bool:
+    """Whether any value is less or more than zero."""
+    return any(bool(than(part, 0).any()) for (part,) in pieces(tensor))
+
+
+def _quantile(tensor: torch.Tensor, share: float, are_magnitudes: bool = False) -> torch.Tensor:
     """Of a sample that is enough to tell many values from few; stays on the device."""
     sample = tensor.flatten()[:: max(1, tensor.numel() // _SAMPLE)].float()
+    sample = sample.abs() if are_magnitudes else sample
     return sample.sort().values[int(share * (sample.numel() - 1))]
 
 
@@ -185,41 +204,57 @@ def _grade(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() == 0:
         return tensor
     ramp = torch.linspace(0.1, 4.0, tensor.shape[-1], device=tensor.device).to(tensor.dtype)
-    if tensor.dim() >= 2 and tensor.shape[-1] == tensor.shape[-2]:
-        ramp = ramp.unsqueeze(-1) * ramp  # one factor an element: symmetric stays symmetric to the last bit
-    return tensor.mul_(ramp)
+    if tensor.dim() < 2 or tensor.shape[-1] != tensor.shape[-2]:
+        return tensor.mul_(ramp)
+    rows = max(1, CHUNK // tensor.shape[-1])
+    for begin in range(0, tensor.shape[-2], rows):  # one factor an element: symmetric stays symmetric to the last bit
+        part = slice(begin, begin + rows)
+        tensor[..., part, :].mul_(ramp[part].unsqueeze(-1) * ramp)
+    return tensor
 
 
 def is_distribution(tensor: torch.Tensor) -> bool:
     """Rows that are probabilities, or their logarithms: no scale and no shape of ours keeps that."""
-    return sums_to_one(tensor) or (bool((tensor <= 0).all()) and sums_to_one(tensor.exp()))
+    return sums_to_one(tensor) or (_are_no_more(tensor) and sums_to_one(_first_rows(tensor).exp()))
+
+
+def _are_no_more(tensor: torch.Tensor) -> bool:
+    """Than zero."""
+    return all(bool((part <= 0).all()) for (part,) in pieces(tensor))
+
+
+def _first_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])[:_ROWS] if tensor.dim() else tensor
 
 
 def sums_to_one(tensor: torch.Tensor) -> bool:
     """Rows that are distributions: only mixtures keep that."""
     if tensor.dim() == 0 or tensor.shape[-1] < 2:
         return False
-    rows = tensor.reshape(-1, tensor.shape[-1])[:64].float().sum(-1)
+    rows = _first_rows(tensor).float().sum(-1)
     return bool(((rows - 1).abs() < 1e-2).all())
 
 
 def moved(tensors: list[torch.Tensor], rng: random.Random, coarse: bool = False) -> list[torch.Tensor]:
-    """The same inputs, each value of a wide dtype moved by at most one rounding error; half precision stays, because
-    its rounding error is larger than what an honest kernel does with it. `coarse`: half precision moves, too, and wide
-    values by what half precision would round them by.
+    """As `move` makes them, in memory of their own."""
+    changed = [tensor.clone() for tensor in tensors]
+    move(changed, rng, coarse)
+    return changed
+
+
+def move(tensors: list[torch.Tensor], rng: random.Random, coarse: bool = False) -> None:
+    """Each value of a wide dtype moves by at most one rounding error; half precision stays, because its rounding error
+    is larger than what an honest kernel does with it. `coarse`: half precision moves, too, and wide values by what half
+    precision would round them by.
     """
-    out = []
     for tensor in tensors:
-        changed = tensor.clone()
         is_wide = tensor.dtype.itemsize >= 4
         if is_continuous(tensor) and (is_wide or coarse):
             generator = torch.Generator(tensor.device).manual_seed(rng.getrandbits(63))
-            steps = torch.randint(-1, 2, tensor.shape, generator=generator, device=tensor.device, dtype=torch.int8)
-            changed.addcmul_(
-                tensor, steps.to(tensor.dtype), value=_COARSE if coarse and is_wide else torch.finfo(tensor.dtype).eps
-            )
-        out.append(changed)
-    return out
+            value = _COARSE if coarse and is_wide else torch.finfo(tensor.dtype).eps
+            for part in in_order(tensor):
+                steps = torch.randint(-1, 2, part.shape, generator=generator, device=part.device, dtype=torch.int8)
+                part.addcmul_(part, steps.to(part.dtype), value=value)
 
 
 def host_bytes(tensors: list[torch.Tensor]) -> int:

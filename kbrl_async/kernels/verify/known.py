@@ -7,6 +7,22 @@
                        └─▶ not even that: `ProblemError`, in bytes
 
 Of `AskedSet` sets the last one that was looked at is in memory, and no other.
+
+On a GPU these are in memory then, I the inputs of one call and O its outputs (A: the reference's arena, I + O; what the
+reference needs inside of forward, and a candidate beyond what is listed, is not known and not planned with):
+
+| moment | the bench's | the reference's | a candidate's |
+|---|---|---|---|
+| a draw | (another draw: I) | A, and what `get_inputs` makes beside its places | |
+| varied, in place | | A | |
+| answered | set I, expected O | A, its own O | |
+| moved by rounding errors, in A's places; answered again | set I, expected O | A, its own O | |
+| mixed: the first draw waits on the host | | A, and as for a draw | the same and below |
+| looked at again: drawn and varied in A, expected there | | A, as for a draw; its own O | arena I + O, outputs 3 O |
+| compared, by parts; the output before waits on the host | got O | A | arena I + O, outputs 3 O |
+
+Where the reference writes to its inputs, and on a CPU, the bench has I of its own in the last two as well. An fp64 run
+takes inputs and outputs in fp64, and A room for these outputs.
 """
 
 from __future__ import annotations
@@ -24,19 +40,32 @@ _ALL_SHARE = 0.5
 _HELD_INPUTS, _HELD_OUTPUTS = 12, 11
 """How often a problem's inputs and outputs are in memory where its sets are kept, slots aside: one of each for every
 set, and what one set needs while it is made."""
-_ASKED_INPUTS, _ASKED_OUTPUTS = 3, 6
-"""And where they are not: a set and both slots; what is expected, what came, both slots, the candidate's own two."""
-_WIDE_INPUTS, _WIDE_OUTPUTS = 2, 5
-"""What an fp64 run of the reference takes beside that."""
+_MADE = (
+    (2, 1, 1, 0),  # a draw: the bench's other one, the reference's arena; in its process, the draw itself
+    (2, 3, 0, 0),  # a set's tolerances: the bench's set and expected outputs; arena; the reference's own outputs
+)
+_BESIDE = (
+    (2, 5, 1, 1),  # a set is drawn beside a candidate: both arenas; three outputs that the candidate holds
+    (2, 6, 0, 1),  # it is answered: the same, and the reference's own outputs; or compared: a copy of what came
+)
+"""Where sets are not kept: at which moments how often inputs, outputs, a draw outside of any arena, and a copy of the
+inputs, where the bench needs one beside a candidate, are in memory. All else goes by parts (`pieces`)."""
 Blocks = list[torch.Tensor]
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """Bytes of one call, and of the weights."""
+    """Bytes of one call, and of the weights. `drawn`: what a draw takes outside of the arena that it goes to; `owned`:
+    inputs of which the bench has a copy while a candidate runs, because those in the reference's arena do not stay.
+    `apart`: draws that are kept though sets are not. `wide`: how much larger fp64 is.
+    """
 
     inputs: int
     outputs: int = 0
     weights: int = 0
+    drawn: int = 0
+    owned: int = 0
+    apart: int = 0
+    wide: int = 2
 
     def kept(self, draws: int, slots: int) -> int:
         """The peak where every set is kept."""
@@ -46,12 +75,23 @@ class Sizes(msgspec.Struct, frozen=True):
     @property
     def asked(self) -> int:
         """The peak where one set is in memory at a time, and the reference is never run in fp64."""
-        return _ASKED_INPUTS * self.inputs + _ASKED_OUTPUTS * self.outputs + 4 * self.weights
+        return max(self.made, self._at(_BESIDE))
+
+    @property
+    def made(self) -> int:
+        """The peak until a candidate comes."""
+        return self._at(_MADE)
+
+    def _at(self, moments: tuple[tuple[int, int, int, int], ...]) -> int:
+        known = self.inputs, self.outputs, self.drawn, self.owned
+        most = max(sum(count * size for count, size in zip(counts, known, strict=True)) for counts in moments)
+        return most + self.apart + 4 * self.weights
 
     @property
     def widened(self) -> int:
-        """The same, with fp64."""
-        return self.asked + _WIDE_INPUTS * self.inputs + _WIDE_OUTPUTS * self.outputs
+        """The same, with fp64: inputs and outputs in the reference's process, and an arena with room for these."""
+        made = (2 + self.wide) * self.inputs + (1 + 2 * self.wide) * self.outputs + self.apart + 4 * self.weights
+        return max(made, self.asked + (self.wide - 1) * self.outputs)
 
     def are_kept(self, memory: int, draws: int, slots: int) -> bool:
         """Whether `memory` bytes, of which others want some, are enough to keep all sets."""
@@ -86,8 +126,9 @@ class Known(Protocol):
 
 
 class Held:
-    def __init__(self, blocks: Blocks, expected: Blocks) -> None:
-        self.blocks, self.expected = blocks, expected
+    def __init__(self, blocks: Blocks, expected: Blocks, is_there: Callable[[], bool] = lambda: True) -> None:
+        """`is_there`: whether they still are what they were, where they lie in memory that is used for others next."""
+        self.blocks, self.expected, self.is_there = blocks, expected, is_there
 
     def load(self) -> None:
         """It always is."""
@@ -105,7 +146,7 @@ class Recent:
         self._values: Held | None = None
 
     def get(self, one: AskedSet, make: Callable[[], Held]) -> Held:
-        if self._of is not one or self._values is None:
+        if self._of is not one or self._values is None or not self._values.is_there():
             self.forget()
             self._values, self._of = make(), one
         return self._values
@@ -145,8 +186,11 @@ class Draws(Protocol):
 class Redrawn:
     """Draws that are made again from their seeds, each time they are looked at."""
 
-    def __init__(self, seeds: Sequence[int], draw: Callable[[int], Blocks]) -> None:
-        self._seeds, self._draw = list(seeds), draw
+    def __init__(
+        self, seeds: Sequence[int], draw: Callable[[int], Blocks], lend: Callable[[int], Blocks] | None = None
+    ) -> None:
+        """`draw` gives memory of its own, `lend` memory that may be another's after the next draw or answer."""
+        self._seeds, self._draw, self._lend = list(seeds), draw, lend or draw
 
     def __len__(self) -> int:
         return len(self._seeds)
@@ -156,6 +200,10 @@ class Redrawn:
 
     def __iter__(self) -> Iterator[Blocks]:
         return (self._draw(seed) for seed in self._seeds)
+
+    def lent(self, place: int) -> Blocks:
+        """To be read before anything else is drawn or asked."""
+        return self._lend(self._seeds[place])
 
     def replace(self, place: int, seed: int) -> None:
         self._seeds[place] = seed

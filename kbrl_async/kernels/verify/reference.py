@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import psutil
 import torch
 
@@ -27,7 +28,7 @@ from kbrl_async.kernels.verify.known import AskedSet, Draws, Held, Recent, Redra
 from kbrl_async.kernels.verify.memory import copied, may_read_children, memory_file, seal
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Judged, Session, Submission
-from kbrl_async.kernels.verify.sets import InputSet, SetMaker, place
+from kbrl_async.kernels.verify.sets import Change, InputSet, SetMaker, place
 from protocols.records import Problem
 
 
@@ -47,6 +48,9 @@ class Reference:
 
     records: ClassVar[bool] = True
     """Whether recorded and muted runs show that a candidate's own kernels do the work; else `Device.prove` does."""
+
+    lends: ClassVar[bool] = False
+    """Whether what its child holds of a set serves the bench as well."""
 
     def __init__(
         self,
@@ -208,8 +212,7 @@ class Reference:
             seed, first = self._rng.getrandbits(31), self.sets[0]
 
             def make(seed: int = seed) -> Held:
-                blocks = self._draw(seed)
-                return Held(blocks, self.ask(wire.OP_RUN, blocks)[1])
+                return self.held(self._redraw(seed))
 
             known = make() if self.keeps_sets else AskedSet(self._recent, make)
             self._rehearsals.append(InputSet("rehearsal", known, first.tolerances, first.mutated))
@@ -225,6 +228,21 @@ class Reference:
 
     def _failed(self, fault: CandidateFault) -> ProblemError:
         return ProblemError(f"the reference of {self.problem.problem_id} fails: {fault.text[:300]}")
+
+    def _redraw(self, seed: int) -> list[torch.Tensor]:
+        """Where sets are not kept, maybe lent: see `Redrawn`."""
+        return self._draw(seed) if self.keeps_sets else self._lend(seed)
+
+    def _lend(self, seed: int) -> list[torch.Tensor]:
+        return self._draw(seed)
+
+    def own(self, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same values where nothing that is drawn or asked next overwrites them."""
+        return blocks
+
+    def held(self, blocks: list[torch.Tensor]) -> Held:
+        """These inputs with what the reference answers, as long as nothing else is drawn or asked."""
+        return Held(blocks, self.ask(wire.OP_RUN, blocks)[1])
 
     def _draw(self, seed: int) -> list[torch.Tensor]:
         limit_s = self._options.reference_deadline_s
@@ -245,7 +263,7 @@ class Reference:
         with span("a reference's sets"):
             kinds = kinds_for(self.examples)
             tick = forecast(self.tick, self.problem.problem_id, len(kinds), lambda: self.keeps_sets)
-            self.sets: list[InputSet] = maker.make(draws, self.pool, self._draw, tick, self._planned)
+            self.sets: list[InputSet] = maker.make(draws, self.pool, self._redraw, tick, self._planned)
         self.reference_s, self.out_tree, self.kinds = maker.reference_s, maker.out_tree, maker.kinds
         self.strides, self.aliases, self.wanted = maker.strides, maker.aliases, maker.wanted
         self.declared = maker.declared
@@ -259,7 +277,7 @@ class Reference:
         self._planned([])
         if not self.keeps_sets:
             self.examples = outlines(self.examples)
-            return Redrawn(seeds[:2], self._draw)
+            return Redrawn(seeds[:2], self._draw, self._lend)
         return [first, *self._more_draws(seeds[1:])]
 
     def _more_draws(self, seeds: list[int]) -> Draws:
@@ -269,18 +287,37 @@ class Reference:
             draws.append(self._draw(seed))
         return draws
 
-    def _planned(self, outputs: list[torch.Tensor]) -> tuple[bool, bool]:
-        """Whether sets are kept, and the reference is run in fp64.
+    def _planned(self, outputs: list[torch.Tensor], mutated: bool = False) -> tuple[bool, bool]:
+        """Whether sets are kept, and the reference is run in fp64. `mutated`: it changes its inputs.
 
         :raises ProblemError: there is no memory even for one set at a time.
         """
         weights = sum(values.size_of_meta(meta) for _, meta in self.ready.weights)
-        sizes, memory = Sizes(size_of(self.examples), size_of(outputs), weights), self.plannable_bytes()
+        inputs = size_of(self.examples)
+        sizes, memory = Sizes(inputs, size_of(outputs), weights), self.plannable_bytes()
+        if outputs:  # before that nothing is known of draws either
+            owned = inputs if mutated or not self.lends else 0
+            wide = max(
+                (8 // one.element_size() for one in (*outputs, *self.examples) if one.is_floating_point()), default=1
+            )
+            more = {"drawn": self.drawn_beside, "owned": owned, "apart": self.kept_draws, "wide": max(1, wide)}
+            sizes = msgspec.structs.replace(sizes, **more)
         sizes.refuse(self.problem.problem_id, memory)
         self.keeps_sets &= sizes.are_kept(memory, self._options.pool, self._options.slots)
         self.widens &= sizes.widened <= memory
-        self.needed = sizes.kept(self._options.pool, self._options.slots) if self.keeps_sets else sizes.asked
+        asked = sizes.widened if self.widens else sizes.asked
+        self.needed = sizes.kept(self._options.pool, self._options.slots) if self.keeps_sets else asked
         return self.keeps_sets, self.widens
+
+    @property
+    def drawn_beside(self) -> int:
+        """Bytes that a draw takes beside the memory that it goes to."""
+        return size_of(self.examples)
+
+    @property
+    def kept_draws(self) -> int:
+        """Bytes of draws that are kept beside sets that are not."""
+        return 0
 
     def plannable_bytes(self) -> int:
         """Bytes that this bench may plan with for one problem: a child may have no more than its limit."""
@@ -301,16 +338,26 @@ class Reference:
             self.attach(self.session)
             self._share.attached = id(self)
 
-    def ask(self, op: int, blocks: list[torch.Tensor]) -> tuple[ForwardOutcome, list[torch.Tensor]]:
-        """One call on these inputs (slot 0): its outcome, and copies of its outputs."""
+    def ask(
+        self, op: int, blocks: list[torch.Tensor], change: Change | None = None
+    ) -> tuple[ForwardOutcome, list[torch.Tensor]]:
+        """One call on these inputs (slot 0), changed there: its outcome, and copies of its outputs."""
+        outcome = self._run(op, blocks, change)
+        return outcome, self.read(outcome)
+
+    def _run(self, op: int, blocks: list[torch.Tensor], change: Change | None = None) -> ForwardOutcome:
+        """Its outputs can be read then."""
         self.claim()
-        for slot, block in zip(self.session.slots[0], blocks, strict=True):
-            slot.copy_(block)
+        places = self.session.slots[0]
+        for where, block in zip(places, blocks, strict=True):
+            if where.data_ptr() != block.data_ptr():
+                where.copy_(block)
+        if change is not None:
+            change(places)
         outcome = self.session.call(op, 0, self._options.reference_deadline_s)
-        read = self.read(outcome)
         if not self.keeps_sets:
             self.forget_outputs()
-        return outcome, read
+        return outcome
 
     def recall(self) -> None:
         """The outputs of the last call of `ask` are in the child again, where they were given back."""
@@ -318,7 +365,9 @@ class Reference:
             self.session.call(wire.OP_RUN, 0, self._options.reference_deadline_s)
 
     def forget_outputs(self) -> None:
-        """Of the reference's child, where memory is short; on a processor others have none of its."""
+        """Of the reference's child, where memory is short, not those that the bench reads; on a processor others have
+        none of its.
+        """
 
     def read(self, outcome: ForwardOutcome) -> list[torch.Tensor]:
         """Copies of the outputs of a call of the reference."""

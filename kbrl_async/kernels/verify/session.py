@@ -74,6 +74,8 @@ class Judged(Protocol):
     trust_reason: str
     keeps_outputs: bool
     """Whether outputs of earlier calls are still there after a later one."""
+    reads_in_place: bool
+    """Whether what `read` gives lies where it was written."""
     is_shared: bool
     """Whether a process that had served others had a part in it: then what counts is found out once more without."""
     plan: str
@@ -84,6 +86,7 @@ class Judged(Protocol):
     def call(self, op: int, slot: int, deadline_s: float) -> ForwardOutcome: ...
     def again(self, op: int, slot: int, metas: list[wire.TensorMeta], deadline_s: float) -> list[wire.TensorMeta]: ...
     def read(self, meta: wire.TensorMeta) -> torch.Tensor: ...
+    def look(self, meta: wire.TensorMeta) -> torch.Tensor: ...
     def disarm(self, artifacts: list[Path]) -> int: ...
     def close(self) -> None: ...
 
@@ -121,6 +124,7 @@ class Session:
     own_share: float | None = None
     """Known before anything is timed, where there is nothing but own kernels."""
     keeps_outputs = True
+    reads_in_place = False
     ends_within_s = 2.0
     """From the end of its socket to its own; one that lives on has shut the socket itself."""
 
@@ -255,6 +259,10 @@ class Session:
     def disarm(self, artifacts: list[Path]) -> int:
         """Switch the kernels of these shared objects off in the frozen child, for good; how many functions."""
         return disarm(self.host_pid, artifacts) if self._frozen else 0
+
+    def look(self, meta: wire.TensorMeta) -> torch.Tensor:
+        """An output, to be looked at once: maybe no copy."""
+        return self.read(meta)
 
     def read(self, meta: wire.TensorMeta) -> torch.Tensor:
         """A copy of an output. `CandidateFault` where nothing can be read there."""

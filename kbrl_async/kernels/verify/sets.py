@@ -26,8 +26,9 @@ from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.kernels.verify import compare, inputs, values, wire
 from kbrl_async.kernels.verify.fresh import Pool, like
-from kbrl_async.kernels.verify.known import AskedSet, Draws, Held, Known, Recent, outlines
+from kbrl_async.kernels.verify.known import AskedSet, Draws, Held, Known, Recent, Redrawn, outlines
 from kbrl_async.kernels.verify.options import Tick, no_tick
+from kbrl_async.kernels.verify.pieces import pieces
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Judged, Session
 from kbrl_async.kernels.verify.tolerance import FP8_SUM, HALF, HONEST_FACTOR, eased, is_noise, relative_of
 
@@ -36,6 +37,10 @@ _FP8 = tuple(kind for name in dir(torch) if name.startswith("float8_") and (kind
 _GROWTH, _DEGREE = 64.0, 4
 _LOOSE, _MORE = 0.1, 8.0
 _FEW = 1 << 16
+
+
+Change = Callable[[list[torch.Tensor]], None]
+"""What is done to inputs where they lie."""
 
 
 class InputSet(msgspec.Struct, frozen=True):
@@ -69,8 +74,16 @@ class Oracle(Protocol):
     session: Session
     examples: list[torch.Tensor]
 
-    def ask(self, op: int, blocks: list[torch.Tensor]) -> tuple[ForwardOutcome, list[torch.Tensor]]:
-        """One call on these inputs (slot 0): its outcome, and copies of its outputs."""
+    def ask(
+        self, op: int, blocks: list[torch.Tensor], change: Change | None = None
+    ) -> tuple[ForwardOutcome, list[torch.Tensor]]:
+        """One call on these inputs (slot 0), changed there: its outcome, and copies of its outputs."""
+
+    def own(self, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same values where nothing that is drawn or asked next overwrites them."""
+
+    def held(self, blocks: list[torch.Tensor]) -> Held:
+        """These inputs with what the reference answers, as long as nothing else is drawn or asked."""
 
     def recall(self) -> None:
         """The outputs of the last call of `ask` are in the child again, where they were given back."""
@@ -121,16 +134,16 @@ class SetMaker:
         pool: Pool,
         redraw: Callable[[int], list[torch.Tensor]],
         tick: Tick = no_tick,
-        plan: Callable[[list[torch.Tensor]], tuple[bool, bool]] = lambda outputs: (True, True),
+        plan: Callable[[list[torch.Tensor], bool], tuple[bool, bool]] = lambda outputs, mutated: (True, True),
     ) -> list[InputSet]:
         """`draws`: flat blocks of at least two secret draws, of which `pool` makes others; `redraw` makes one more, of
-        a seed. `tick` is called for each set. `plan` is asked once the outputs are known: are tensors of sets kept, and
-        is there room for an fp64 run?
+        a seed, which may be lent (see `Redrawn`). `tick` is called for each set. `plan` is asked once the outputs are
+        known, and whether inputs change: are tensors of sets kept, and is there room for an fp64 run?
 
         :raises ProblemError: the reference can't be compared with, or its inputs are not what it declares.
         """
-        for draw in draws:
-            self._refuse_outside(draw)
+        for drawn in range(len(draws)) if self._domains else ():
+            self._refuse_outside(_lent(draws, drawn))
         self._pool, self._plan, self._recent = pool, plan, Recent()
         self._keeps = self._widens = True
         kinds = inputs.kinds_for(self._oracle.examples)
@@ -145,7 +158,10 @@ class SetMaker:
                 def blocks(
                     kind: inputs.Kind = milder, place: int | None = place, seed: int = seed, secret: int = secret
                 ) -> list[torch.Tensor]:
-                    return self._varied(kind, lambda: redraw(seed) if place is None else draws[place], secret)
+                    def draw() -> list[torch.Tensor]:
+                        return redraw(seed) if place is None else _lent(draws, place)
+
+                    return self._varied(kind, draw, secret, place is None or isinstance(draws, Redrawn))
 
                 made = self._try(milder, blocks)
                 if made is not None:
@@ -167,18 +183,22 @@ class SetMaker:
     def _repeated(self) -> InputSet:
         return msgspec.structs.replace(self.sets[0], name="repeated")
 
-    def _varied(self, kind: inputs.Kind, draw: Callable[[], list[torch.Tensor]], secret: int) -> list[torch.Tensor]:
-        """Varied as tensors of the problem's shapes, given back as flat blocks; the same for the same secret."""
+    def _varied(
+        self, kind: inputs.Kind, draw: Callable[[], list[torch.Tensor]], secret: int, is_ours: bool
+    ) -> list[torch.Tensor]:
+        """Varied as tensors of the problem's shapes, given back as flat blocks; the same for the same secret.
+        `is_ours`: nobody else looks at the draw.
+        """
         rng = random.Random(secret)
         if kind.shape == "mixed":
             return self._pool.mixed(rng)
         shaped = [like(block, example) for block, example in zip(draw(), self._oracle.examples, strict=True)]
-        made = inputs.vary(shaped, kind, rng, self._domains, self.fixed)
+        made = inputs.vary(shaped, kind, rng, self._domains, self.fixed, is_ours=is_ours)
         return [values.flat(tensor) for tensor in made]
 
     def _try(self, kind: inputs.Kind, make: Callable[[], list[torch.Tensor]]) -> InputSet | None:
         """None where the reference does not accept these inputs, or its answer can't tell right from wrong."""
-        blocks = make()
+        blocks = self._oracle.own(make())
         try:
             outcome, expected = self._oracle.ask(wire.OP_RUN, blocks)
         except CandidateFault:
@@ -209,12 +229,11 @@ class SetMaker:
         if not self.sets:
             self.refuse_random(blocks, expected, tolerances)
         is_degenerate_ = is_degenerate(blocks, expected, forgiving)
-        known = Held(blocks, expected) if self._keeps else AskedSet(self._recent, lambda: self._again(make))
+        known = Held(blocks, expected) if self._keeps else AskedSet(self._recent, lambda: self._again(make, mutated))
         return InputSet(kind.name, known, forgiving, mutated, is_degenerate_)
 
-    def _again(self, make: Callable[[], list[torch.Tensor]]) -> Held:
-        blocks = make()
-        return Held(blocks, self._oracle.ask(wire.OP_RUN, blocks)[1])
+    def _again(self, make: Callable[[], list[torch.Tensor]], mutated: bool) -> Held:
+        return self._oracle.held(self._oracle.own(make()) if mutated else make())
 
     def _leave(self, kind: inputs.Kind, reason: str) -> None:
         self.replaced.setdefault(kind.name, reason)
@@ -244,7 +263,7 @@ class SetMaker:
         of those in half precision, beyond what each element may be off by for its own size.
         """
         is_narrow = self._is_narrow or any(one.dtype in HALF for one in (*blocks, *expected))
-        moved = self._answer(wire.OP_RUN, inputs.moved(blocks, self._rng, coarse=True)) if is_narrow else None
+        moved = self._answer(wire.OP_RUN, blocks, self._mover(coarse=True)) if is_narrow else None
         if moved is None:
             return [0.0] * len(expected), [0.0] * len(expected)
         pairs = list(zip(moved, expected, strict=True))
@@ -256,7 +275,7 @@ class SetMaker:
     def _learn(self, outcome: ForwardOutcome, expected: list[torch.Tensor], mutated: bool) -> None:
         self.reference_s = 0.0
         self.out_tree, self.wanted = outcome.tree, outlines(expected)
-        self._keeps, self._widens = self._plan(self.wanted)
+        self._keeps, self._widens = self._plan(self.wanted, mutated)
         self.kinds = [meta.kind for meta in outcome.tensors]
         self.strides = [meta.strides for meta in outcome.tensors]
         self._nominal_scales = [compare.output_scale(tensor) for tensor in expected]
@@ -298,7 +317,7 @@ class SetMaker:
 
     def _errors(self, blocks: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
         """How far each output moves with inputs that move by a rounding error, and what fp8 sums lose."""
-        moved = self._answer(wire.OP_RUN, inputs.moved(blocks, self._rng)) if _any_wide(blocks) else None
+        moved = self._answer(wire.OP_RUN, blocks, self._mover()) if _any_wide(blocks) else None
         far = [compare.largest_error(*both) for both in zip(expected, moved, strict=True)] if moved else None
         del moved
         both = zip(far or [0.0] * len(expected), self._sums(blocks) or [0.0] * len(expected), strict=True)
@@ -308,14 +327,16 @@ class SetMaker:
         """What fp8 products lose while they are added up, of the largest sum of magnitudes; empty without fp8."""
         if not any(block.dtype in _FP8 for block in blocks):
             return []
-        sizes = [block.float().abs().to(block.dtype) if block.is_floating_point() else block for block in blocks]
-        answer = self._answer(wire.OP_RUN, sizes)
+        answer = self._answer(wire.OP_RUN, blocks, _to_magnitudes)
         return [FP8_SUM * compare.output_scale(tensor) for tensor in answer or []]
 
-    def _answer(self, op: int, blocks: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    def _mover(self, coarse: bool = False) -> Change:
+        return lambda places: inputs.move(places, self._rng, coarse)
+
+    def _answer(self, op: int, blocks: list[torch.Tensor], change: Change | None = None) -> list[torch.Tensor] | None:
         """None where the reference has no fp64 version: then it has no honest error either."""
         try:
-            outputs = self._oracle.ask(op, blocks)[1]
+            outputs = self._oracle.ask(op, blocks, change)[1]
         except CandidateFault:
             return None
         return outputs if len(outputs) == len(self._nominal_scales) else None
@@ -338,11 +359,12 @@ def follows_inputs(session: Judged, slot: int, outcome: ForwardOutcome, outputs:
 
     Asks nobody: the inputs lie in memory that the trusted side holds too, and it reads the outputs itself.
     """
-    places, before = session.slots[slot], [tensor.clone() for tensor in outputs]
+    places = session.slots[slot]
+    before = [tensor.clone() for tensor in outputs] if session.reads_in_place else outputs
     for place in places:
         place.view(torch.uint8).bitwise_not_()
-    again = [session.read(meta) for meta in session.again(wire.OP_EMPTY, slot, outcome.tensors, 5.0)]
-    is_same = all(compare.same_values(a, b) for a, b in zip(again, before, strict=True))
+    again = session.again(wire.OP_EMPTY, slot, outcome.tensors, 5.0)
+    is_same = all(compare.same_values(session.look(meta), one) for meta, one in zip(again, before, strict=True))
     for place in places:
         place.view(torch.uint8).bitwise_not_()
     return not is_same
@@ -366,9 +388,15 @@ def _are_wrong(expected: torch.Tensor, inputs: list[torch.Tensor], tolerance: co
 
     The first value of a single one is that one: it says nothing of a loss.
     """
-    constant = [torch.full_like(expected, expected[0].item())] if expected.numel() > 1 else []
-    guesses = (torch.zeros_like(expected), *constant, *inputs)
-    return all(compare.difference(guess, expected, tolerance).wrong for guess in guesses)
+    values = [0.0, expected[0].item()] if expected.numel() > 1 else [0.0]
+    return all(_is_value_wrong(value, expected, tolerance) for value in values) and all(
+        compare.difference(guess, expected, tolerance).wrong for guess in inputs
+    )
+
+
+def _is_value_wrong(value: float, expected: torch.Tensor, tolerance: compare.Tolerance) -> bool:
+    """Everywhere."""
+    return any(compare.difference(torch.full_like(part, value), part, tolerance).wrong for (part,) in pieces(expected))
 
 
 def tensors_of(tree: wire.Tree, place: int) -> list[int]:
@@ -389,8 +417,11 @@ def _distance(a: torch.Tensor, b: torch.Tensor, share: float = 0.0) -> float:
     """The largest of two outputs, less this share of each element of the second."""
     if not b.is_floating_point() or b.numel() == 0 or a.shape != b.shape:
         return 0.0
-    apart = (a.double() - b.double()).abs_().sub_(b.double().abs_(), alpha=share)
-    return max(0.0, float(torch.nan_to_num(apart, nan=0.0, posinf=0.0).max()))
+    most = 0.0
+    for one, other in pieces(a, b):
+        apart = (one.double() - other.double()).abs_().sub_(other.double().abs_(), alpha=share)
+        most = max(most, float(torch.nan_to_num(apart, nan=0.0, posinf=0.0).max()))
+    return most
 
 
 def _any_wide(blocks: list[torch.Tensor]) -> bool:
@@ -398,4 +429,14 @@ def _any_wide(blocks: list[torch.Tensor]) -> bool:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    return not tensor.is_floating_point() or all(bool(torch.isfinite(part).all()) for (part,) in pieces(tensor))
+
+
+def _to_magnitudes(places: list[torch.Tensor]) -> None:
+    for place in places:
+        for (part,) in pieces(place) if place.is_floating_point() else ():
+            part.copy_(part.float().abs())
+
+
+def _lent(draws: Draws, place: int) -> list[torch.Tensor]:
+    return draws.lent(place) if isinstance(draws, Redrawn) else draws[place]

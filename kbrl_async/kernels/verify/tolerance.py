@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from kbrl_async.kernels.verify import fused
+from kbrl_async.kernels.verify.pieces import pieces
 
 HALF = (torch.float16, torch.bfloat16)
 HONEST_FACTOR = 4.0
@@ -136,8 +137,8 @@ def output_scale(tensor: torch.Tensor) -> float:
     scale = max(abs(float(low)), abs(float(high)))
     if scale < float("inf"):
         return scale
-    finite = tensor[torch.isfinite(tensor)]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+    finite = (part[torch.isfinite(part)] for (part,) in pieces(tensor))
+    return max((float(part.abs().max()) for part in finite if part.numel()), default=0.0)
 
 
 def is_noise(expected: torch.Tensor, wide: torch.Tensor | None) -> bool:
@@ -156,8 +157,11 @@ def is_confirmed_integer(expected: torch.Tensor, wide: torch.Tensor) -> bool:
     if not expected.is_floating_point() or expected.numel() == 0 or wide.shape != expected.shape:
         return False
     largest = 2.0 / torch.finfo(expected.dtype).eps
-    narrow = wide.to(expected.dtype)
-    same = (narrow == expected) & (expected == expected.round()) & (expected.abs() <= largest)
+    return all(_are_integers(one, other, largest) for one, other in pieces(expected, wide))
+
+
+def _are_integers(expected: torch.Tensor, wide: torch.Tensor, largest: float) -> bool:
+    same = (wide.to(expected.dtype) == expected) & (expected == expected.round()) & (expected.abs() <= largest)
     return bool(same.all())
 
 

@@ -97,7 +97,7 @@ def describe(tensor: torch.Tensor, place: int) -> TensorMeta:
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` itself where its elements fill one block of memory in some order, else a contiguous copy."""
     tensor = tensor.detach()
-    block = torch.empty_like(tensor, memory_format=torch.preserve_format)
+    block = torch.empty_like(tensor, memory_format=torch.preserve_format, device="meta")
     return tensor if block.stride() == tensor.stride() else tensor.contiguous()
 
 

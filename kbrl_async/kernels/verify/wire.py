@@ -89,6 +89,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
     tree: Tree
     tensors: list[TensorMeta]
+    beside: int = 0
+    """Bytes that making them took at most, beside any arena: none where they came about where they belong."""
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -158,6 +160,8 @@ class Draw(msgspec.Struct, frozen=True, tag="draw"):
     """Text that makes another `get_inputs` of the problem's functions: the inputs of one workload of several."""
     more: tuple[int, ...] = ()
     """On a GPU: further seeds; the answer then is a list of draws."""
+    is_lent: bool = False
+    """On a GPU: into slot 0 of the arena that is there, by the `Export` that follows."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -175,7 +179,9 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
 
 
 class Export(msgspec.Struct, frozen=True, tag="export"):
-    """Copy what was described last (weights, drawn inputs) into the arena whose descriptor travels along."""
+    """Copy what was described last (weights, drawn inputs) into the arena whose descriptor travels along; without one
+    into the arena that is there, from its beginning on.
+    """
 
     size: int
 

@@ -31,7 +31,7 @@ from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import PrewarmedChildren
 from kbrl_async.kernels.verify.cuda.record.session import Recorders
 from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedSide
-from kbrl_async.kernels.verify.known import Draws, outlines
+from kbrl_async.kernels.verify.known import Draws, Held, Redrawn, outlines
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
@@ -83,7 +83,7 @@ def plan(elapsed_ns: float, bytes_a_slot: int, memory: int, slots: int) -> Refer
 
 
 class CudaReference(Reference):
-    records = False
+    records, lends = False, True
 
     def __init__(
         self,
@@ -234,16 +234,38 @@ class CudaReference(Reference):
 
     def _draw(self, seed: int) -> list[torch.Tensor]:
         """Where draws are not kept, in memory of torch's: an arena has to be held as long as anything lies in it."""
+        if not self.keeps_sets:
+            return self.own(self._lend(seed))
         assert isinstance(self.session, CudaSession)
         self.tree, tensors, arena = self.session.drawn(seed, self._options.reference_deadline_s)
-        if self.keeps_sets:
-            self._drawn.append(arena)
-            self.examples = tensors
+        self._drawn.append(arena)
+        self.examples = tensors
+        return [values.flat(tensor) for tensor in tensors]
+
+    def _lend(self, seed: int) -> list[torch.Tensor]:
+        """Where the reference finds its inputs; in memory of torch's where no such place is there."""
+        assert isinstance(self.session, CudaSession)
+        self.tree, tensors, arena = self.session.lent(seed, self._options.reference_deadline_s)
+        self.examples = outlines(tensors)
+        if arena is None:
             return [values.flat(tensor) for tensor in tensors]
-        self.examples, copies = outlines(tensors), [values.flat(tensor).clone() for tensor in tensors]
+        copies = [values.flat(tensor).clone() for tensor in tensors]
         del tensors
         arena.close()
         return copies
+
+    def own(self, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+        lent = {place.data_ptr() for places in self.session.slots[:1] for place in places}
+        return [block.clone() if block.data_ptr() in lent else block for block in blocks]
+
+    def held(self, blocks: list[torch.Tensor]) -> Held:
+        """Where sets are not kept, what is expected stays in the reference's arena, and what was lent does, too."""
+        if self.keeps_sets:
+            return super().held(blocks)
+        session, outcome = self.session, self._run(wire.OP_RUN, blocks)
+        assert isinstance(session, CudaSession)
+        uses = session.uses
+        return Held(blocks, [session.look(meta) for meta in outcome.tensors], lambda: session.uses == uses)
 
     def _more_draws(self, seeds: list[int]) -> Draws:
         """All at once: memory that two processes share costs each of them milliseconds, however little it is."""
@@ -260,8 +282,18 @@ class CudaReference(Reference):
     def plannable_bytes(self) -> int:
         return memory_of(self._options)
 
-    def _planned(self, outputs: list[torch.Tensor]) -> tuple[bool, bool]:
-        planned = super()._planned(outputs)
+    @property
+    def drawn_beside(self) -> int:
+        assert isinstance(self.session, CudaSession)
+        known = self.session.drawn_beside
+        return super().drawn_beside if known is None else known
+
+    @property
+    def kept_draws(self) -> int:
+        return sum(arena.size for arena in self._drawn)
+
+    def _planned(self, outputs: list[torch.Tensor], mutated: bool = False) -> tuple[bool, bool]:
+        planned = super()._planned(outputs, mutated)
         self._claim(self.needed)
         return planned
 
@@ -275,19 +307,16 @@ class CudaReference(Reference):
         assert isinstance(session, CudaSession)
         if not self.keeps_sets:
             self._close_drawn()
-        first = draws[0]
         least = ARENA_BYTES
         session.attach(self.tree, self.examples, 1, least_bytes=least)
-        for place, block in zip(session.slots[0], first, strict=True):
-            place.copy_(block)
+        self._fill(draws)
         self._outs = [_plain(meta) for meta in session.call(wire.OP_RUN, 0, deadline).tensors]
         self._planned(
             [torch.empty(meta.shape, dtype=values.dtype_of(meta.dtype), device="meta") for meta in self._outs]
         )
         session.is_widened = self.widens
         session.attach(self.tree, self.examples, 1, outs=self._outs, least_bytes=least)
-        for place, block in zip(session.slots[0], first, strict=True):
-            place.copy_(block)
+        self._fill(draws)
         elapsed = min(session.event(0, deadline).elapsed_ns for _ in range(3))
         self.forward_ns = elapsed
         if self.keeps_sets:
@@ -295,6 +324,13 @@ class CudaReference(Reference):
             session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs, least_bytes=least)
         else:
             self.plan = ReferencePlan(1, 1)  # it is attached so
+
+    def _fill(self, draws: Draws) -> None:
+        """Its slot, with the first of these."""
+        first = draws.lent(0) if isinstance(draws, Redrawn) else draws[0]
+        for place, block in zip(self.session.slots[0], first, strict=True):
+            if place.data_ptr() != block.data_ptr():
+                place.copy_(block)
 
     @property
     def slot_bytes(self) -> int:

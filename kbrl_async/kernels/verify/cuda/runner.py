@@ -29,7 +29,7 @@ from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation, gpu
 from kbrl_async.kernels.verify import configs, replies, values, wire
 from kbrl_async.kernels.verify.cpu import runner
-from kbrl_async.kernels.verify.cuda import own_graphs
+from kbrl_async.kernels.verify.cuda import drawing, own_graphs
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.capture import CapturedForwards, Flush
 from kbrl_async.kernels.verify.memory import whole
@@ -236,19 +236,39 @@ class CudaRunner(runner.Runner):
         if isinstance(order, wire.Draw):
             tensors: list[torch.Tensor] = []
             made = []
+            places = self._lent_places() if order.is_lent else []
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             for seed in (order.seed, *order.more):
                 contract.seed(seed)
-                made.append(list(self._inputs()))
+                with drawing.DrawnInPlace(places) if places else contextlib.nullcontext():
+                    made.append(list(self._inputs()))
             tree = values.flatten(made if order.more else made[0], tensors)
-            self.channel.send(wire.encode(wire.Drawn(tree, self._describe(tensors))))
+            metas = self._describe(tensors)
+            self._settle(places)
+            beside = torch.cuda.max_memory_allocated() - before
+            self.channel.send(wire.encode(wire.Drawn(tree, metas, beside)))
         elif isinstance(order, wire.Export):
-            self._export(DeviceArena.received(fds[0], order.size, self._where))
+            self._export(DeviceArena.received(fds[0], order.size, self._where) if fds else None)
         elif isinstance(order, wire.Mute):
             self._mute(order)
         elif isinstance(order, wire.Rest):
             self.is_over = True
         else:
             self._attach(order, fds[0] if fds else None)
+
+    def _lent_places(self) -> list[torch.Tensor]:
+        """The inputs of slot 0."""
+        tensors: list[torch.Tensor] = []
+        if self.slots:
+            values.flatten(self.slots[0], tensors)
+        return tensors
+
+    def _settle(self, places: list[torch.Tensor]) -> None:
+        """What lies in the arena at a place that is another's is copied before anything is written there."""
+        if self._shared is not None and len(places) == len(self._pending):
+            begin = self._shared.raw.data_ptr()
+            self._pending = drawing.settled(self._pending, places, (begin, begin + self._shared.size))
 
     def _inputs(self) -> Any:
         try:
@@ -257,11 +277,18 @@ class CudaRunner(runner.Runner):
         except (RuntimeError, TypeError, ValueError):
             return self.module.get_inputs()
 
-    def _export(self, arena: DeviceArena) -> None:
+    def _export(self, given: DeviceArena | None) -> None:
+        """None: into the arena that is there."""
+        arena = given or self._shared
+        assert arena is not None, "what is lent was attached before"
         metas, _ = values.layout(self._pending, 0, ALIGNMENT)
         for tensor, meta in zip(self._pending, metas, strict=True):
-            arena.view(meta).copy_(tensor)
-        arena.close()
+            place = arena.view(meta)
+            if not drawing.is_there(tensor, place):
+                place.copy_(tensor)
+        self._driver.call("cuCtxSynchronize")
+        if given is not None:
+            given.close()
         self._pending = []
         torch.cuda.empty_cache()
         self.channel.send(wire.encode(wire.Ready()))
@@ -317,7 +344,9 @@ class CudaRunner(runner.Runner):
 
     def _poison(self, tensors: list[torch.Tensor]) -> None:
         """What torch hands out next, for outputs of this size, holds neither zeros nor an earlier answer."""
-        fresh = [torch.empty_like(tensor) for tensor in tensors for _ in range(2) if tensor.is_cuda]
+        fresh: list[torch.Tensor] = []
+        with contextlib.suppress(torch.OutOfMemoryError):  # then there is no memory that could hold an earlier one
+            fresh += (torch.empty_like(tensor) for tensor in tensors for _ in range(2) if tensor.is_cuda)
         for tensor in fresh:
             if tensor.is_contiguous() and tensor.dim():
                 tensor.view(torch.uint8).fill_(0x7F)

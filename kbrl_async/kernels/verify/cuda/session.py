@@ -116,6 +116,11 @@ class CudaSession(Session):
         self.is_proven = False
         self._is_confined = self._is_given = self._is_lost = False
         self._outputs_at = 0
+        self._metas: list[list[wire.TensorMeta]] = []
+        self.uses = 0
+        """How often what lies in its arena may have changed."""
+        self.drawn_beside: int | None = None
+        """Bytes that its process needs for a draw, beside the arena that it goes to; None: not known yet."""
         self._outs: list[tuple[wire.TensorMeta, int]] = []
         super().__init__(zygote, setup, fds, limits, deadline_s)
         self.copies = True
@@ -169,6 +174,7 @@ class CudaSession(Session):
         """Returns at once; who needs its memory waits for its end, see `CudaDevice.ended`."""
         if not self._is_given:
             self._spares.dying.add(self._child)
+        self.uses += 1
         self.slots, self._outs = [], []
         if self.shared is not None:
             self.shared.close()
@@ -202,12 +208,13 @@ class CudaSession(Session):
         outputs of one call; without it they are described but not copied.
         """
         self.thaw()
+        self.uses += 1
         self.slots, self.captured = [], None
         metas, end = [], 0
         for _ in range(slots):
             placed, end = values.layout(tensors, end, ALIGNMENT)
             metas.append(placed)
-        self._outputs_at = end
+        self._metas, self._outputs_at = metas, end
         self._outs, end = place_outputs(outs or [], slots, end, self.is_widened)
         fds: tuple[int, ...] = ()
         if self.shared is None or not least_bytes or max(end, least_bytes) > self.shared.size:
@@ -257,8 +264,23 @@ class CudaSession(Session):
         arena = self.fetch(drawn.tensors, deadline_s)
         return drawn.tree, [arena.view(meta) for meta in drawn.tensors], arena
 
+    def lent(self, seed: int, deadline_s: float) -> tuple[wire.Tree, list[torch.Tensor], DeviceArena | None]:
+        """As `drawn`, in slot 0, where it has room for just such inputs; then there is no arena to be closed."""
+        self.thaw()
+        self.uses += 1
+        self._child.channel.send(wire.encode(wire.Draw(seed, is_lent=bool(self._metas))))
+        drawn = self._expect(wire.Drawn, deadline_s)
+        if self.shared is None or not self._metas or not _lie_alike(drawn.tensors, self._metas[0]):
+            arena = self.fetch(drawn.tensors, deadline_s)
+            return drawn.tree, [arena.view(meta) for meta in drawn.tensors], arena
+        self.drawn_beside = drawn.beside
+        self._send(wire.encode(wire.Export(0)))
+        self._expect(wire.Ready, deadline_s)
+        return drawn.tree, [self.shared.view(meta) for meta in drawn.tensors], None
+
     def call(self, op: int, slot: int, deadline_s: float, meter: object = no_meter) -> ForwardOutcome:
         """As on a CPU; our writes are done before, and a candidate's output area holds poison."""
+        self.uses += 1
         if op not in _KEEPS_OUTPUTS and not self.is_widened:
             self.poison()
         if op == wire.OP_FREE:
@@ -269,20 +291,24 @@ class CudaSession(Session):
     def poison(self, slots: int | None = None) -> None:
         if self.shared is None:
             return
+        self.uses += 1
         if slots is None:
             self.shared.raw[self._outputs_at :].fill_(_POISON)
             return
         for meta, step in self._outs:
             self.shared.raw[meta.place : meta.place + slots * step].fill_(_POISON)
 
-    def read(self, meta: wire.TensorMeta) -> torch.Tensor:
-        """A copy of an output that the child has copied into its arena."""
+    def look(self, meta: wire.TensorMeta) -> torch.Tensor:
+        """An output that the child has copied into its arena, where it lies."""
         assert self.shared is not None
         try:
-            placed = self.shared.view(meta)
+            return self.shared.view(meta)
         except (ValueError, RuntimeError) as error:
             raise self.forged("an output lies outside of its arena") from error
-        return placed.clone()
+
+    def read(self, meta: wire.TensorMeta) -> torch.Tensor:
+        """A copy of it."""
+        return self.look(meta).clone()
 
     def outputs(self, first: int, end: int) -> list[torch.Tensor]:
         assert self.shared is not None
@@ -330,6 +356,7 @@ class CudaSession(Session):
 
     def _answered(self, kind: type[_Answer], order: bytes, nonce: int, deadline_s: float) -> tuple[int, _Answer]:
         """Wall time and the answer. What it claims of times lies within the call, as our own clock saw it."""
+        self.uses += 1
         torch.cuda.synchronize()
         elapsed, *_, reply = self._exchange(order, deadline_s)
         if not isinstance(reply, kind) or reply.nonce != nonce:
@@ -347,6 +374,12 @@ class CudaSession(Session):
 
 def _bytes(meta: wire.TensorMeta) -> int:
     return math.prod(meta.shape) * values.dtype_of(meta.dtype).itemsize
+
+
+def _lie_alike(some: list[wire.TensorMeta], others: list[wire.TensorMeta]) -> bool:
+    """Whether these are tensors of one kind in the same places."""
+    both = ([(one.dtype, one.shape, one.strides, one.place) for one in metas] for metas in (some, others))
+    return next(both) == next(both)
 
 
 def _moved(meta: wire.TensorMeta, by: int) -> wire.TensorMeta:

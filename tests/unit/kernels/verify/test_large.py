@@ -77,7 +77,7 @@ def test_one_set_at_a_time_is_judged_as_all_at_once(
 def test_where_memory_is_shorter_still_nothing_runs_in_fp64(
     bench: Bench, memory: Memory, compile_raw: Callable[[str], dict[str, Path]]
 ) -> None:
-    memory(12 * SIZE)
+    memory(9 * SIZE)
     assert judge(bench, RIGHT, compile_raw).verdict.fault is Fault.OK
     reference = next(iter(bench.references.kept.values())).references[0]
     assert not reference.widens
