@@ -237,8 +237,9 @@ class CudaRunner(runner.Runner):
             tensors: list[torch.Tensor] = []
             made = []
             places = self._lent_places() if order.is_lent else []
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            if places:
+                torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated() if places else 0
             for seed in (order.seed, *order.more):
                 contract.seed(seed)
                 with drawing.DrawnInPlace(places) if places else contextlib.nullcontext():
@@ -246,7 +247,7 @@ class CudaRunner(runner.Runner):
             tree = values.flatten(made if order.more else made[0], tensors)
             metas = self._describe(tensors)
             self._settle(places)
-            beside = torch.cuda.max_memory_allocated() - before
+            beside = torch.cuda.max_memory_allocated() - before if places else 0
             self.channel.send(wire.encode(wire.Drawn(tree, metas, beside)))
         elif isinstance(order, wire.Export):
             self._export(DeviceArena.received(fds[0], order.size, self._where) if fds else None)
