@@ -59,6 +59,8 @@ class LearnerProgress(msgspec.Struct, frozen=True):
     samples: int = 0
     tokens: int = 0
     last_metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    trained: dict[str, str] = msgspec.field(default_factory=dict)
+    """The last batches by id, with the SHA-256 of each: one that comes later than the next ones is known by it."""
 
 
 class _State(msgspec.Struct, frozen=True):

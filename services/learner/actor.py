@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import msgspec
 
 from kbrl_async.errors import InfraError, NonFiniteLoss, RunError
 from kbrl_async.learning import checkpoints, kept
@@ -23,6 +26,8 @@ from services.runtime.service import Service, Stopped
 
 KEPT_VERSIONS = 4
 """Published versions on disk beyond the allowed lag."""
+REMEMBERED = 64
+"""Batches that are known again. What a broker has lost of its journal is a second's work, not so many updates."""
 
 
 class UpdateLost(RuntimeError):  # noqa: N818 - reads as the sentence it prints
@@ -109,10 +114,14 @@ class Learning:
         return True
 
     def train(self, batch: TrainBatch, groups: list[TrainGroup], tick: Callable[[], None]) -> UpdateReport:
-        """One update on `batch`; the same report again for the batch that was trained last."""
+        """One update on `batch`; the same report again for the batch that was trained last, one without metrics for an
+        earlier one: a broker that has lost the end of its journal gives out once more what has ended.
+        """
         started = time.time()
         if batch.batch_id == self.progress.last_batch_id:
             return UpdateReport(batch.batch_id, self.version, self.progress.last_metrics, started, time.time())
+        if self.progress.trained.get(batch.batch_id) == _digest(batch):
+            return UpdateReport(batch.batch_id, batch.index + 1, {}, started, time.time())
         if batch.index != self.version and not self._is_lost:
             raise RunError(
                 f"{batch.batch_id} is for policy version {batch.index} and the learner has {self.version}",
@@ -179,6 +188,7 @@ class Learning:
             samples=self.progress.samples + sum(len(group.samples) for group in groups),
             tokens=self.progress.tokens + int(metrics["response_tokens"]),
             last_metrics=metrics,
+            trained=dict([*self.progress.trained.items(), (batch.batch_id, _digest(batch))][-REMEMBERED:]),
         )
         return metrics
 
@@ -218,3 +228,8 @@ class Learning:
             remote.collect_garbage(keep, needed)
         except InfraError as error:
             self._service.log.error("policy not uploaded", policy_version=version, reason=str(error))
+
+
+def _digest(batch: TrainBatch) -> str:
+    """What it is made of: an older journal that was put back has other groups in a batch of the same number."""
+    return hashlib.sha256(msgspec.msgpack.encode(batch)).hexdigest()

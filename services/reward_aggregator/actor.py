@@ -103,10 +103,11 @@ class Aggregator(RolloutActor[Command, Effect]):
             self.do(*self._state.untrained(task.task_id, task.status, self.now))
             return
         report = msgspec.msgpack.decode(frames[-1], type=UpdateReport)
-        await self._outside.recorder.updated(report)
-        self.submissions.begin(self._outside.producer.retire(task.task_id))
         version, failure = report.policy_version, report.failure
         commands = self._state.trained(report.batch_id, version, report.metrics, failure, self.now)
+        if commands:  # in the archive first: else a restart in between would leave it out there
+            await self._outside.recorder.updated(report)
+        self.submissions.begin(self._outside.producer.retire(task.task_id))
         if not commands:
             return
         if not failure:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 
+from kbrl_async.errors import RunError
 from kbrl_async.learning import kept
 from kbrl_async.learning.engine import LocalEngine
 from kbrl_async.learning.settings import Learner
@@ -157,6 +158,21 @@ def test_a_batch_that_comes_again_is_answered_and_not_trained_again(tmp_path: Pa
     trained = {name: value for name, value in report.metrics.items() if name != "time/checkpoint_s"}
     assert (again.policy_version, again.metrics) == (1, trained), "no checkpoint was written for it"
     assert same(weights(made), before)
+
+
+def test_one_that_was_trained_before_the_last_comes_again_and_ends_nobody(tmp_path: Path) -> None:
+    """A broker without the end of its journal has it to give out still."""
+    made = learning(tmp_path, learner=Learner(checkpoint_every=2))
+    for index in range(4):
+        made.train(batch(index), groups(index), nothing)
+    before = weights(made)
+    for one in (made, learning(tmp_path, learner=Learner(checkpoint_every=2))):
+        report = one.train(batch(1), groups(1), nothing)
+        assert (report.policy_version, report.metrics, report.failure, one.version) == (2, {}, "", 4)
+        assert same(weights(one), before)
+    others = msgspec.structs.replace(batch(1), group_ids=["g7"])
+    with pytest.raises(RunError, match="batch-000001 is for policy version 1 and the learner has 4"):
+        one.train(others, groups(1), nothing)
 
 
 def test_a_learner_that_dies_before_every_publication_goes_on_bit_by_bit_from_checkpoint_and_batches(
