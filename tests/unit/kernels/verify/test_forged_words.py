@@ -181,7 +181,7 @@ def test_a_child_that_lets_its_arena_shrink_does_not_end_the_judge(evaluate: Eva
 def test_a_call_that_is_told_of_is_told_of(evaluate: Evaluate, compile_raw: Callable[[str], dict[str, Path]]) -> None:
     """Without a trace there would be no launch to count."""
     source = "void f(float *x) {}"
-    report = evaluate(candidate("return self.done(nonce)"), backend="c", **compile_raw(source))
+    report = evaluate(candidate("return self.done(nonce)", 1), backend="c", **compile_raw(source))
     assert is_forged(report.verdict)
 
 
