@@ -161,19 +161,19 @@ def test_what_is_done_to_a_draw_leaves_its_place_as_it_was() -> None:
 
 
 def test_what_reads_a_lent_draw_has_ended_before_the_next_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Asked(Exception):
+    class AskedError(Exception):
         pass
 
     def asked(order: bytes) -> None:
         done.append("asked")
-        raise Asked
+        raise AskedError
 
     done: list[str] = []
     session = CudaSession.__new__(CudaSession)
     session._frozen, session.uses, session._metas = False, 0, []
     session._child = SimpleNamespace(channel=SimpleNamespace(send=asked))  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
-    with pytest.raises(Asked):
+    with pytest.raises(AskedError):
         session.lent(1, 1.0)
     assert done == ["waited", "asked"]
 
