@@ -1,6 +1,9 @@
 """Draws that come about where they are to lie: what `get_inputs` asks of `torch.rand` and `torch.randn` is written into
 the places of the inputs. Else a draw is in memory twice, as it was made and as it is handed over.
 
+What is handed out is another tensor over the same memory: `get_inputs` may turn it round or ask for its gradient, and
+the place stays as it was.
+
 The values are the same: both functions are an empty tensor filled by the generator, and so they are here. What
 `get_inputs` does to them afterwards, or how else it makes inputs, is its own, and is copied as ever.
 """
@@ -35,7 +38,7 @@ class DrawnInPlace(TorchFunctionMode):
     ) -> Any:
         given = kwargs or {}
         place = self._place(args, given) if func in _MADE and given.keys() <= _PLAIN else None
-        return func(*args, **given) if place is None else func(place.shape, out=place)
+        return func(*args, **given) if place is None else func(place.shape, out=place.detach())
 
     def _place(self, args: tuple[Any, ...], given: dict[str, Any]) -> torch.Tensor | None:
         shape = tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args

@@ -287,6 +287,7 @@ class CudaRunner(runner.Runner):
             place = arena.view(meta)
             if not drawing.is_there(tensor, place):
                 place.copy_(tensor)
+            del tensor, place  # the last of them would be in memory still when it is given back
         self._driver.call("cuCtxSynchronize")
         if given is not None:
             given.close()

@@ -268,6 +268,7 @@ class CudaSession(Session):
         """As `drawn`, in slot 0, where it has room for just such inputs; then there is no arena to be closed."""
         self.thaw()
         self.uses += 1
+        torch.cuda.synchronize()  # what of ours still reads what was lent before: its process writes there next
         self._child.channel.send(wire.encode(wire.Draw(seed, is_lent=bool(self._metas))))
         drawn = self._expect(wire.Drawn, deadline_s)
         if self.shared is None or not self._metas or not _lie_alike(drawn.tensors, self._metas[0]):

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from kbrl_async.kernels.verify import compare, fresh, inputs, pieces, values, wire
 from kbrl_async.kernels.verify.cuda import drawing
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
+from kbrl_async.kernels.verify.cuda.runner import CudaRunner
 from kbrl_async.kernels.verify.cuda.session import CudaSession, place_outputs
 from kbrl_async.kernels.verify.fresh import Pool, SecretWeights, blend, structure_of
 from kbrl_async.kernels.verify.known import Recent, Redrawn, Sizes, outlines
@@ -148,6 +149,46 @@ def test_a_draw_in_place_is_the_same_draw(make: Callable[[], list[torch.Tensor]]
     for tensor, place in zip(found, places, strict=True):
         place.copy_(tensor.view(place.shape))
     assert all(map(torch.equal, places, wanted))
+
+
+def test_what_is_done_to_a_draw_leaves_its_place_as_it_was() -> None:
+    place = torch.empty(30, 40)
+    with drawing.DrawnInPlace([place]), torch.device("cpu"):
+        made = torch.rand(30, 40)
+        made.t_().requires_grad_()
+    assert made.data_ptr() == place.data_ptr()
+    assert (place.shape, place.requires_grad) == ((30, 40), False)
+
+
+def test_what_reads_a_lent_draw_has_ended_before_the_next_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class AskedError(Exception):
+        pass
+
+    def asked(order: bytes) -> None:
+        done.append("asked")
+        raise AskedError
+
+    done: list[str] = []
+    session = CudaSession.__new__(CudaSession)
+    session._frozen, session.uses, session._metas = False, 0, []
+    session._child = SimpleNamespace(channel=SimpleNamespace(send=asked))  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    with pytest.raises(AskedError):
+        session.lent(1, 1.0)
+    assert done == ["waited", "asked"]
+
+
+def test_nothing_of_a_draw_is_there_once_it_was_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+    made = CudaRunner.__new__(CudaRunner)
+    made._pending = [torch.rand(30), torch.rand(40)]
+    made._shared = Arena(4096)  # type: ignore[assignment]
+    made._driver = SimpleNamespace(call=lambda *_: None)  # type: ignore[assignment]
+    made.channel = SimpleNamespace(send=lambda _: None)  # type: ignore[assignment]
+    known = [weakref.ref(tensor) for tensor in made._pending]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: found.extend(one() is None for one in known))
+    made._export(None)
+    assert found == [True, True]
 
 
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────
