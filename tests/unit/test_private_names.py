@@ -29,7 +29,7 @@ REMAINING: dict[str, tuple[int, str]] = {
     "tests/unit/kernels/verify/record/test_second_recorders.py": (37, RECORDERS),
     "tests/unit/kernels/verify/test_cuda_parts.py": (19, FORWARDS),
     "tests/unit/kernels/verify/test_no_memory.py": (1, RECORDERS),
-    "tests/unit/kernels/verify/test_one_set.py": (27, FORWARDS),
+    "tests/unit/kernels/verify/test_one_set.py": (26, FORWARDS),
     "tests/unit/kernels/verify/test_reservations.py": (4, FORWARDS),
     "tests/unit/kernels/verify/test_shared_arenas.py": (5, FORWARDS),
     "tests/unit/kernels/verify/test_spared.py": (4, FORWARDS),

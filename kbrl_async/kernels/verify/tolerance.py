@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from kbrl_async.kernels.verify import fused
-from kbrl_async.kernels.verify.pieces import pieces
+from kbrl_async.kernels.verify.pieces import CHUNK, pieces
 
 HALF = (torch.float16, torch.bfloat16)
 HONEST_FACTOR = 4.0
@@ -32,8 +32,6 @@ FP8_SUM = 2.0**-13
 ILL_SHARE = {True: 5e-2, False: 1e-2}
 """Of the output's scale: an honest error above it says that the inputs are ill-conditioned, or the output jumps."""
 _SAMPLE, _NOISE_SHARE = 1 << 16, 0.1
-_CHUNK = 1 << 24
-"""Elements whose doubles are in memory at once."""
 _SMALLEST_SHARE, _LARGEST_SHARE = 1e-2, 1e6
 
 
@@ -174,7 +172,7 @@ def largest_error(expected: torch.Tensor, other: torch.Tensor | None) -> float:
         return found
     one, two = expected.reshape(-1), other.reshape(-1)
     most = 0.0
-    for begin in range(0, one.numel(), _CHUNK):
-        error = (one[begin : begin + _CHUNK].double() - two[begin : begin + _CHUNK].double()).abs_()
+    for begin in range(0, one.numel(), CHUNK):
+        error = (one[begin : begin + CHUNK].double() - two[begin : begin + CHUNK].double()).abs_()
         most = max(most, float(torch.nan_to_num(error, nan=0.0, posinf=0.0).max()))
     return most
