@@ -1,8 +1,8 @@
 """The operators of torch that a recording may ask a trusted process for: a closed list.
 
-What is not on it: random numbers, whatever waits for the device or reads a value back, files, and what changes a
-tensor's own memory (`set_`, `resize_`). Views are not on it either, because they do no work: what a view gives is
-written down as the tensor it is.
+What is not on it: random numbers, whatever waits for the device or reads a value back, files, what changes a tensor's
+own memory (`set_`, `resize_`), and gradients that write where indices say which nobody checks. Views are not on it
+either, because they do no work: what a view gives is written down as the tensor it is.
 """
 
 from __future__ import annotations
@@ -59,6 +59,19 @@ binary_cross_entropy_with_logits nll_loss nll_loss_forward nll_loss2d nll_loss2d
 margin_ranking_loss hinge_embedding_loss triplet_margin_loss cosine_embedding_loss soft_margin_loss multi_margin_loss
 poisson_nll_loss
 """
+_GRADIENTS = """
+elu_backward gelu_backward glu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward
+leaky_relu_backward log_sigmoid_backward logit_backward mish_backward _prelu_kernel_backward sigmoid_backward
+silu_backward softplus_backward softshrink_backward tanh_backward threshold_backward _softmax_backward_data
+_log_softmax_backward_data native_batch_norm_backward cudnn_batch_norm_backward native_group_norm_backward
+native_layer_norm_backward _fused_rms_norm_backward convolution_backward avg_pool2d_backward avg_pool3d_backward
+_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward adaptive_avg_pool3d_backward _cdist_backward
+upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward upsample_linear1d_backward
+upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_trilinear3d_backward reflection_pad1d_backward
+reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward replication_pad2d_backward
+replication_pad3d_backward mse_loss_backward smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward
+nll_loss_backward nll_loss2d_backward soft_margin_loss_backward linear_backward matmul_backward
+"""
 _PLACES = """
 cat concat concatenate stack hstack vstack dstack gather scatter scatter_add scatter_reduce index index_select
 _unsafe_index index_add index_copy index_fill index_put _unsafe_index_put _index_put_impl masked_scatter take
@@ -74,7 +87,7 @@ new_zeros new_ones arange scalar_tensor lift_fresh_copy _conj_physical _reshape_
 _foreach_add_ _foreach_mul _foreach_mul_ _foreach_zero_
 """
 _TRANSFORMS = "_fft_r2c _fft_c2r _fft_c2c fft_fft fft_ifft fft_rfft fft_irfft complex view_as_real_copy polar"
-ALLOWED = frozenset(" ".join((_POINTWISE, _REDUCTIONS, _PRODUCTS, _LAYERS, _PLACES, _MOVES, _TRANSFORMS)).split())
+ALLOWED = frozenset(" ".join((_POINTWISE, _REDUCTIONS, _PRODUCTS, _LAYERS, _GRADIENTS, _PLACES, _MOVES, _TRANSFORMS)).split())
 """By base name, with or without a trailing `_` for the form in place, whatever the overload."""
 
 

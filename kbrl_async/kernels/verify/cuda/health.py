@@ -11,7 +11,8 @@ from kbrl_async.errors import HostError, InfraError, MissingTool
 from kbrl_async.kernels.timing.cuda.calibration import Calibration
 from kbrl_async.kernels.timing.cuda.nvml import DRIVER, Nvml, opened
 
-_BACK_S = 5.0
+_BACK_S = 30.0
+"""Until a killed process has given its memory back: beside nine others on one GPU it took one more than five."""
 _CURE = "Take it out of service: look for Xid errors in `dmesg`, reset it, then restart the bench"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kbrl_async.kernels.verify import fresh
 from kbrl_async.kernels.verify.fresh import Pool, structure_of
 
 Make = Callable[[], torch.Tensor]
@@ -69,6 +70,19 @@ PROMISES: dict[str, tuple[Make, Callable[[torch.Tensor], bool]]] = {
     "sorted integers": (lambda: torch.randint(0, 99, (40,)).sort().values, lambda x: torch.equal(x, x.sort().values)),
     "always the same": (lambda: torch.arange(9), lambda x: torch.equal(x, torch.arange(9))),
 }
+
+
+@pytest.mark.parametrize("chunk", [1, 48, 1 << 22])
+def test_large_matrices_are_compared_with_their_transposes_by_parts(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fresh, "CHUNK", chunk)
+    whole = torch.randn(3, 8, 8)
+    whole = whole + whole.mT
+    other = whole.clone()
+    other[2, 7, 6] += 1
+    assert structure_of([whole, whole + 1]) == "turned"
+    assert structure_of([whole, other]) == "each"
 
 
 @pytest.mark.parametrize("name", PROMISES)
