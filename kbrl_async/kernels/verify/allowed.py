@@ -87,7 +87,9 @@ new_zeros new_ones arange scalar_tensor lift_fresh_copy _conj_physical _reshape_
 _foreach_add_ _foreach_mul _foreach_mul_ _foreach_zero_
 """
 _TRANSFORMS = "_fft_r2c _fft_c2r _fft_c2c fft_fft fft_ifft fft_rfft fft_irfft complex view_as_real_copy polar"
-ALLOWED = frozenset(" ".join((_POINTWISE, _REDUCTIONS, _PRODUCTS, _LAYERS, _GRADIENTS, _PLACES, _MOVES, _TRANSFORMS)).split())
+ALLOWED = frozenset(
+    " ".join((_POINTWISE, _REDUCTIONS, _PRODUCTS, _LAYERS, _GRADIENTS, _PLACES, _MOVES, _TRANSFORMS)).split()
+)
 """By base name, with or without a trailing `_` for the form in place, whatever the overload."""
 
 
