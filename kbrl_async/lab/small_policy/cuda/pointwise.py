@@ -43,7 +43,8 @@ def elementwise(spec: Elementwise, author: Author) -> KernelAnswer:
 def _by_four(spec: Elementwise, author: Author, bound: str, put: str) -> list[str]:
     second = ["float4 q = *(const float4 *)(b + i);"] if spec.second else []
     parts = ", ".join(f"f(p.{k}, q.{k})" if spec.second else f"f(p.{k})" for k in "xyzw")
-    whole = author.slip("bound", "i + 3 < n", "i + 3 < n / 2")
+    # What is left after a wrong bound is nobody's: were it the loop's, each thread would walk through half of `n`.
+    whole, rest = author.slip("bound", "i + 3 < n|else", "i + 3 < n / 2|else if (i + 3 >= n)").split("|")
     return [
         ITEM,
         "i = 4 * i;",
@@ -51,7 +52,7 @@ def _by_four(spec: Elementwise, author: Author, bound: str, put: str) -> list[st
         "    float4 p = *(const float4 *)(a + i);",
         *indent(second, 1),
         f"    *(float4 *)(out + i) = make_float4({parts});",
-        "} else {",
+        f"}} {rest} {{",
         f"    for (; {bound}; i++) {put}",
         "}",
     ]

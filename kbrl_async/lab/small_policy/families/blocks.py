@@ -40,9 +40,9 @@ class Perceptron(msgspec.Struct, frozen=True):
         return Module(
             title="A feed-forward block.",
             shapes=(
-                NamedSize("batch", self.batch, 4096),
-                NamedSize("width", self.width, 2048),
-                NamedSize("hidden", self.hidden, 8192),
+                NamedSize("batch", self.batch, 2048),
+                NamedSize("width", self.width, 1024),
+                NamedSize("hidden", self.hidden, 4096),
             ),
             forward=(
                 *(["y = x"] if keep else []),
@@ -116,7 +116,7 @@ class Attention(msgspec.Struct, frozen=True):
     def module(self) -> Module:
         return Module(
             title="Scaled dot-product attention of one head.",
-            shapes=(NamedSize("length", self.length, 4096), NamedSize("dim", self.dim, 128)),
+            shapes=(NamedSize("length", self.length, 2048), NamedSize("dim", self.dim, 128)),
             forward=(
                 "s = q @ k.T / q.shape[-1] ** 0.5",
                 *(["s = s.masked_fill(torch.ones_like(s).triu(1) > 0, float('-inf'))"] if self.causal else []),

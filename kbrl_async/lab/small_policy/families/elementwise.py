@@ -28,7 +28,7 @@ class Elementwise(msgspec.Struct, frozen=True):
         names = ("x", "y") if self.second else ("x",)
         return Module(
             title="Element-wise chain over " + (" and ".join(names)) + ".",
-            shapes=(NamedSize("rows", self.rows, 16384), NamedSize("cols", self.cols, 8192)),
+            shapes=(NamedSize("rows", self.rows, 4096), NamedSize("cols", self.cols, 8192)),
             forward=(*([SECOND[self.second][0]] if self.second else []), *torch_lines(self.steps)),
             inputs=("torch.randn(rows, cols)",) * len(names),
             arguments=names,

@@ -14,7 +14,7 @@ HEAD = "long g, long h, long w"
 
 
 def shapes(batch: int, channels: int, size: int) -> tuple[NamedSize, ...]:
-    return (NamedSize("batch", batch, 32), NamedSize("channels", channels, 128), NamedSize("size", size, 112))
+    return (NamedSize("batch", batch, 16), NamedSize("channels", channels, 128), NamedSize("size", size, 112))
 
 
 class Pooling(msgspec.Struct, frozen=True):

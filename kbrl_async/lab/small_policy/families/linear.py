@@ -75,9 +75,9 @@ class Linear(msgspec.Struct, frozen=True):
         return Module(
             title="A linear layer with a fused epilogue.",
             shapes=(
-                NamedSize("batch", self.batch, 4096),
-                NamedSize("inputs", self.inputs, 4096),
-                NamedSize("outputs", self.outputs, 4096),
+                NamedSize("batch", self.batch, 2048),
+                NamedSize("inputs", self.inputs, 2048),
+                NamedSize("outputs", self.outputs, 2048),
             ),
             forward=(
                 "x = self.linear(x)",

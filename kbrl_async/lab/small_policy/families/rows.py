@@ -85,7 +85,7 @@ class RowNorm(msgspec.Struct, frozen=True):
         names = ("x", "y") if self.residual else ("x",)
         return Module(
             title=f"{self.kind} over the last dimension with its neighbours fused.",
-            shapes=(NamedSize("rows", self.rows, 16384), NamedSize("cols", self.cols, 4096)),
+            shapes=(NamedSize("rows", self.rows, 8192), NamedSize("cols", self.cols, 4096)),
             forward=(
                 *(["x = x + y"] if self.residual else []),
                 *torch_lines(self.before),
@@ -163,7 +163,7 @@ class RowReduce(msgspec.Struct, frozen=True):
     def module(self) -> Module:
         return Module(
             title=f"{self.kind} over the last dimension with its neighbours fused.",
-            shapes=(NamedSize("rows", self.rows, 16384), NamedSize("cols", self.cols, 8192)),
+            shapes=(NamedSize("rows", self.rows, 4096), NamedSize("cols", self.cols, 8192)),
             forward=(*torch_lines(self.before), REDUCE_TORCH[self.kind], *torch_lines(self.after)),
             inputs=("torch.randn(rows, cols)",),
         )

@@ -14,7 +14,7 @@ class Model(nn.Module):
         return x
 
 
-rows = 1024  # gpu: 16384
+rows = 1024  # gpu: 4096
 cols = 1024  # gpu: 8192
 
 

@@ -13,7 +13,7 @@ class Model(nn.Module):
         return x
 
 
-rows = 704  # gpu: 16384
+rows = 704  # gpu: 8192
 cols = 1024  # gpu: 4096
 
 

@@ -16,7 +16,7 @@ class Model(nn.Module):
         return x
 
 
-rows = 1024  # gpu: 16384
+rows = 1024  # gpu: 8192
 cols = 1024  # gpu: 4096
 
 

@@ -14,7 +14,7 @@ class Model(nn.Module):
         return x
 
 
-batch = 4  # gpu: 32
+batch = 4  # gpu: 16
 channels = 16  # gpu: 128
 size = 64  # gpu: 112
 

@@ -15,7 +15,7 @@ class Model(nn.Module):
         return x
 
 
-rows = 160  # gpu: 16384
+rows = 160  # gpu: 4096
 cols = 1024  # gpu: 8192
 
 

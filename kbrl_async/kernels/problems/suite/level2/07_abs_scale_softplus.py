@@ -16,7 +16,7 @@ class Model(nn.Module):
         return x
 
 
-rows = 256  # gpu: 16384
+rows = 256  # gpu: 4096
 cols = 1024  # gpu: 8192
 
 

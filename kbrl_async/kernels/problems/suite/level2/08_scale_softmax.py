@@ -14,7 +14,7 @@ class Model(nn.Module):
         return x
 
 
-rows = 576  # gpu: 16384
+rows = 576  # gpu: 8192
 cols = 1024  # gpu: 4096
 
 

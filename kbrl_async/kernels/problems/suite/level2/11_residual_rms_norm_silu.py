@@ -17,7 +17,7 @@ class Model(nn.Module):
         return x
 
 
-rows = 512  # gpu: 16384
+rows = 512  # gpu: 8192
 cols = 1024  # gpu: 4096
 
 

@@ -17,7 +17,7 @@ class Model(nn.Module):
         return x
 
 
-rows = 640  # gpu: 16384
+rows = 640  # gpu: 8192
 cols = 1024  # gpu: 4096
 
 

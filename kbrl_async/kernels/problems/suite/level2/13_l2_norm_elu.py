@@ -15,7 +15,7 @@ class Model(nn.Module):
         return x
 
 
-rows = 288  # gpu: 16384
+rows = 288  # gpu: 8192
 cols = 1024  # gpu: 4096
 
 

@@ -17,9 +17,9 @@ class Model(nn.Module):
         return x
 
 
-batch = 16  # gpu: 4096
-inputs = 768  # gpu: 4096
-outputs = 1024  # gpu: 4096
+batch = 16  # gpu: 2048
+inputs = 768  # gpu: 2048
+outputs = 1024  # gpu: 2048
 
 
 def get_inputs():

@@ -17,7 +17,7 @@ class Model(nn.Module):
         return x
 
 
-batch = 2  # gpu: 32
+batch = 2  # gpu: 16
 channels = 32  # gpu: 128
 size = 88  # gpu: 112
 

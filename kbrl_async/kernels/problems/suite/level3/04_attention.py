@@ -14,7 +14,7 @@ class Model(nn.Module):
         return x
 
 
-length = 320  # gpu: 4096
+length = 320  # gpu: 2048
 dim = 64  # gpu: 128
 
 

@@ -19,9 +19,9 @@ class Model(nn.Module):
         return x
 
 
-batch = 8  # gpu: 4096
-width = 512  # gpu: 2048
-hidden = 1024  # gpu: 8192
+batch = 8  # gpu: 2048
+width = 512  # gpu: 1024
+hidden = 1024  # gpu: 4096
 
 
 def get_inputs():
