@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -37,6 +39,9 @@ _NAME = "a recorder"
 MAX_SERVED = 256
 _MAX_LEFT = 256 << 20
 _MAX_BYTES = 16 << 20
+_KNOWN, _WAITED_S, _TIMES = 8, 5.0, 10.0
+"""A recording in brief is waited for no longer than so many seconds, and so many times the slowest of the last
+recordings; once that many are known. In training endless loops are common."""
 
 
 def spares_for(zygote: Zygote, limits: Limits, device: str, count: int) -> PrewarmedChildren:
@@ -58,6 +63,8 @@ class Recorders:
         self._dying = Dying()
         self._is_used = self._is_begun = False
         self._served = self._left = 0
+        self._took: deque[float] = deque(maxlen=32)
+        """Seconds of the last recordings that came."""
         self.isolation = Isolation("none", ("no recorder was started",))
 
     def close(self) -> None:
@@ -97,7 +104,8 @@ class Recorders:
         fill: Callable[[DeviceArena], None],
     ) -> bytes:
         """Of a candidate, the encoded `Recording`. `weights`: the descriptor of the weights, where it has any;
-        artifacts are given by path in `order.setup`. `fill` writes its inputs into the arena.
+        artifacts are given by path in `order.setup`. `fill` writes its inputs into the arena. Of one in brief much more
+        time than others needed is not waited for, however long the deadline: who gets none is judged another way.
 
         :raises NotStarted: the host starts no recorder; `NoRoom` where only memory is missing.
         :raises CudaError: there is no memory for another arena.
@@ -107,11 +115,12 @@ class Recorders:
         fill(self.arena)
         torch.cuda.synchronize()
         self._served += 1
+        began, limit_s = time.monotonic(), self._patience(deadline_s) if order.is_brief else deadline_s
         message, more = as_message(wire.encode(order))
         file, files = memory_file("recording"), as_files(order.setup.artifacts)
         try:
             socket.send_fds(child.channel, [message], [*more, file, *weights, *files])
-            told = self._answer(deadline_s)
+            told = self._answer(limit_s)
             if not isinstance(told, wire.Recorded):
                 return self._failed("its recorder did not answer in time" if told is None else "its recorder ended")
             content = os.pread(file, min(told.size, _MAX_BYTES), 0)
@@ -120,10 +129,16 @@ class Recorders:
         finally:
             for fd in (*more, file, *files):
                 os.close(fd)
+        self._took.append(time.monotonic() - began)
         self._left = told.left
         if told.is_over or told.left > _MAX_LEFT or self._served >= self._most_served:
             self._retire()
         return content
+
+    def _patience(self, deadline_s: float) -> float:
+        if len(self._took) < _KNOWN:
+            return deadline_s
+        return min(deadline_s, _WAITED_S + _TIMES * max(self._took))
 
     def _failed(self, why: str) -> bytes:
         self._retire()  # whether it had served others still counts: they may have laid that for this one

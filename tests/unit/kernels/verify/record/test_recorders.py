@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from kbrl_async.errors import InfraError
@@ -129,6 +131,31 @@ def record(recorders: Recorders, deadline_s: float = 5.0, order: wire.RecordForw
 
 
 Start = Callable[..., tuple[Recorders, Zygote]]
+
+
+def test_who_is_recorded_in_brief_is_not_waited_for_much_longer_than_others(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_WAITED_S", 0.1)
+    last = threading.Event()
+    recorders, _ = start(lambda process: None if process.served > 9 and last.wait(20) else RIGHT)
+    brief = msgspec.structs.replace(ORDER, is_brief=True)
+    assert [record(recorders, order=brief) for _ in range(9)] == [RIGHT] * 9
+    began = time.monotonic()
+    assert record(recorders, 20.0, brief).refused == "its recorder did not answer in time"
+    assert time.monotonic() - began < 15
+    last.set()
+
+
+@pytest.mark.parametrize(("known", "is_brief"), [(3, True), (9, False)])
+def test_else_the_whole_deadline_is_waited_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch, known: int, is_brief: bool
+) -> None:
+    monkeypatch.setattr(session, "_WAITED_S", 0.0)
+    monkeypatch.setattr(session, "_TIMES", 0.0)
+    recorders, _ = start(lambda process: RIGHT if process.served <= known else time.sleep(0.5) or RIGHT)
+    order = msgspec.structs.replace(ORDER, is_brief=is_brief)
+    assert [record(recorders, order=order) for _ in range(known + 1)] == [RIGHT] * (known + 1)
 
 
 def test_one_processserves_many_candidates(start: Start) -> None:
