@@ -27,6 +27,10 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed; sent by the broker every heartbeat at the latest."""
 
 
+class QuietDue(msgspec.Struct, frozen=True):
+    """The moment that `QuietDesk.due` named has come; without it a tick finds out, which may be a heartbeat later."""
+
+
 class PeerLost(msgspec.Struct, frozen=True):
     """The socket has no connection to this route any more."""
 
@@ -52,7 +56,7 @@ class Compared(msgspec.Struct, frozen=True):
     agree: list[tuple[int, int]]
 
 
-Event = FromProducer | FromWorker | Tick | PeerLost | PeerFull | StartDrain | Compared
+Event = FromProducer | FromWorker | Tick | QuietDue | PeerLost | PeerFull | StartDrain | Compared
 
 
 class TaskRow(msgspec.Struct, frozen=True):

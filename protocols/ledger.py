@@ -79,6 +79,7 @@ class Ledger:
             ev.FromProducer: self._from_producer,
             ev.FromWorker: self._workers.handle,
             ev.Tick: self._tick,
+            ev.QuietDue: self._quiet_due,
             ev.PeerLost: self._peer_lost,
             ev.PeerFull: self._peer_full,
             ev.StartDrain: self._start_drain,
@@ -167,6 +168,9 @@ class Ledger:
         self._expire()
         self._opinions.look_after()
         self._end_unserved()
+        self._moves.say(self.quiet.tick(self._moves.now))
+
+    def _quiet_due(self, _: ev.QuietDue) -> None:
         self._moves.say(self.quiet.tick(self._moves.now))
 
     def _expire(self) -> None:

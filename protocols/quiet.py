@@ -204,6 +204,20 @@ class QuietDesk:
                 out += self._granted(resource, window, now)
         return out
 
+    def due(self) -> float | None:
+        """When `tick` has something to do next, if nobody says anything; None: nothing then either."""
+        return min(
+            (at for resource in self._resources.values() if (at := self._due_of(resource)) is not None), default=None
+        )
+
+    def _due_of(self, resource: _Resource) -> float | None:
+        window = resource.window
+        if window is None:
+            return resource.rest_until if resource.queue else None
+        if window.granted_at is None:
+            return window.opened_at + self.options.answer_s
+        return window.granted_at + self._length_s(window)
+
     def drain(self, now: float) -> Sends:
         """The broker stops: everybody goes on."""
         return [send for resource in self._resources.values() for send in self._close(resource, now)]

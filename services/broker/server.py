@@ -67,6 +67,8 @@ class BrokerServer:
         self._drift = Drift()
         """Of tasks whose result is checked by another farm or bench. A restart forgets them: they are done again."""
         self._scheduled = False
+        self._quiet_at: tuple[float, asyncio.TimerHandle] | None = None
+        """When the ledger is to look at its quiet windows, by its own time."""
         self._alerted: set[tuple[str, str]] = set()
         self._troubles = Troubles()
         self._rates = RecentRates()
@@ -146,6 +148,8 @@ class BrokerServer:
         try:
             await self._done
         finally:
+            if self._quiet_at is not None:
+                self._quiet_at[1].cancel()
             for fd in fds:
                 self._loop.remove_reader(fd)
             for timer in timers:
@@ -205,6 +209,7 @@ class BrokerServer:
         self._journal.commit(self.ledger.counters)
         for socket, route, frames in sends:
             self._send(socket, route, frames)
+        self._wake_for_quiet()
         if self._events or readable(self._work.socket) or readable(self._submit.socket):
             self._schedule()
 
@@ -212,6 +217,23 @@ class BrokerServer:
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._turn)
+
+    def _wake_for_quiet(self) -> None:
+        """Between two heartbeats: a rest of a few milliseconds is over in so many."""
+        due = self.ledger.quiet.due()
+        if self._quiet_at is not None and self._quiet_at[0] == due:
+            return
+        if self._quiet_at is not None:
+            self._quiet_at[1].cancel()
+        self._quiet_at = None
+        if due is not None:
+            timer = self._loop.call_later(max(0.0, due - self.awake()), self._look_at_quiet)
+            self._quiet_at = due, timer
+
+    def _look_at_quiet(self) -> None:
+        self._quiet_at = None
+        self._events.append(ev.QuietDue())
+        self._turn()
 
     def _arrived(self, router: BoundRouter, now: float) -> Iterable[tuple[str, list[bytes]]]:
         """Messages with the key of their sender, which is empty on sockets that only this host can reach."""

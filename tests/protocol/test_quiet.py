@@ -47,6 +47,20 @@ def test_a_holder_that_does_not_answer_is_named_in_the_grant(desk: QuietDesk) ->
     assert desk.costs()[GPU].incomplete == 1
 
 
+def test_it_says_when_it_has_something_to_do_next(desk: QuietDesk) -> None:
+    assert desk.due() is None
+    ask(desk, "bench", "q1", 1.0)
+    assert desk.due() == 3.0, "who has not answered by then is missing"
+    desk.tick(3.0)
+    assert desk.due() == 6.0, "the window's end"
+    desk.done("bench", msg.QuietDone("q1"), 4.0)
+    assert desk.due() is None, "nobody waits for the end of the rest"
+    assert ask(desk, "other", "q2", 4.5) == []
+    assert desk.due() == 7.0
+    assert desk.tick(7.0)
+    assert desk.due() == 9.0
+
+
 def test_holders_go_on_when_the_bench_is_done(desk: QuietDesk) -> None:
     ask(desk, "bench", "q1", 1.0)
     desk.tick(3.0)

@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 
 from kbrl_async.errors import InfraError
 from protocols import messages as msg
+from protocols.ledger import LedgerOptions
 from protocols.messages import SHARES
-from services.runtime import HandlerOutcome, Producer
+from services.runtime import HandlerOutcome, Producer, quiet
 from services.runtime.quiet import PauseGate, QuietWindows, Window
-from tests.brokers import ends, until
+from tests.brokers import ends, scenario_of, until
 from tests.protocol.live import Run, scenario
 
 GPU = "host/gpu0"
@@ -88,6 +90,18 @@ async def test_an_idle_learner_answers_at_once_and_a_batch_that_comes_waits(run:
         await until(lambda: bool(learner.steps))
         learner.is_over = True
         assert learner.stepped_between(begin, end) == 0
+
+
+@scenario_of(lambda folder: Run(folder, LedgerOptions(heartbeat_s=60.0)))
+async def test_a_window_opens_when_the_holders_rest_is_over_and_not_at_the_next_heartbeat(run: Run) -> None:
+    learner, bench = Learner(run), Bench(run)
+    async with run.running(learner.worker, bench.worker), Producer(run.submit) as producer:
+        await producer.submit("b1", "train", [b""])
+        await until(lambda: len(learner.steps) > 2)
+        await hold(bench, LENGTH_S)
+        with patch.object(quiet, "REPEAT_S", 60.0):
+            await hold(bench, LENGTH_S)
+        learner.is_over = True
 
 
 @scenario
