@@ -119,7 +119,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "needs GPUs and a model": (
         "kbrl train --config model.yaml name=one-gpu",
         "kbrl train --config configs/gpu.yaml",
-        "kbrl train --config configs/gpu.yaml sampler.engine=vllm sft.steps=600",
+        "kbrl train --config configs/gpu.yaml max_minutes=11",
         "KBRL_CONFIG=configs/gpu_split.yaml honcho start -c timing_bench=2",
         "CUDA_VISIBLE_DEVICES=0 python -m services.learner",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 5"

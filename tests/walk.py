@@ -32,7 +32,7 @@ ADDED: Mapping[str, str] = {
     "kbrl train seed=1 name=second": SHORT,
     "kbrl train name=again sft.max_seconds=3600": f"{SHORT} sft.steps=20 max_minutes=1",
     "kbrl train --processes compile_farm=2,timing_bench=2": "--dry-run",
-    "kbrl train --config configs/gpu.yaml sampler.engine=vllm sft.steps=600": "--dry-run",
+    "kbrl train --config configs/gpu.yaml max_minutes=11": "--dry-run",
 }
 """What would take long, or more cores than there are."""
 INSTEAD: Mapping[str, str] = {
