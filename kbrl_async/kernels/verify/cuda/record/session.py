@@ -183,7 +183,7 @@ class Recorders:
             self.isolation = Isolation(confined.level, confined.missing)
             with contextlib.suppress(OSError):  # it has ended, and is asked how
                 self._send_arena(child)
-            starting.said(wire.Ready, child, _NAME, _MAP_S)
+            starting.receive(wire.Ready, child, _NAME, _MAP_S)
             self._is_begun = True
         except InfraError:
             self._end()
