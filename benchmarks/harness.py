@@ -136,7 +136,11 @@ def _add_option(parser: argparse.ArgumentParser, given: inspect.Parameter) -> No
         parser.add_argument(given.name, nargs="*", metavar="key=value", help=text or "settings of the run")
         return
     is_required, inside = given.default is given.empty, typing.get_args(hint)
-    words = text if is_required or given.default in (None, "") else f"{text} (default: {_told(given.default)})".lstrip()
+    words = (
+        text
+        if is_required or given.default in (None, "")
+        else f"{text} (default: {_format_default(given.default)})".lstrip()
+    )
     more: dict[str, Any] = {"help": words.replace("%", "%%"), "default": None if is_required else given.default}
     if hint is bool:
         more["action"] = argparse.BooleanOptionalAction
@@ -154,7 +158,7 @@ def _add_option(parser: argparse.ArgumentParser, given: inspect.Parameter) -> No
         parser.add_argument(f"--{given.name.replace('_', '-')}", required=is_required, **more)
 
 
-def _told(value: object) -> str:
+def _format_default(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -84,10 +84,10 @@ async def main(command: list[str]) -> int:
     async with Client(StdioServerParameters(command=command[0], args=command[1:])) as client:
 
         async def ask(tool: str, **arguments: Any) -> dict[str, Any]:
-            def heard(done: float, _: float | None, doing: str | None) -> Any:
+            def print_progress(done: float, _: float | None, doing: str | None) -> Any:
                 return asyncio.sleep(0, print(f"   … {doing}, step {done:g}", file=sys.stderr))
 
-            answer = await client.call_tool(tool, arguments, progress_callback=heard)
+            answer = await client.call_tool(tool, arguments, progress_callback=print_progress)
             if answer.is_error:
                 raise ToolRefusal(answer.content[0].text)
             return dict(answer.structured_content)

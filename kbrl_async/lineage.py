@@ -17,7 +17,7 @@ LAUNCHER = "KBRL_LAUNCHER"
 def identity(pid: int | None = None, proc: Path = Path("/proc")) -> str:
     """`"pid:start"` of a process that lives, of this one by default; empty where that can't be told."""
     try:
-        return _told(pid or os.getpid(), proc)
+        return _identity(pid or os.getpid(), proc)
     except OSError:
         return ""
 
@@ -29,13 +29,13 @@ def lives(known: str, proc: Path = Path("/proc")) -> bool:
     """
     pid = known.partition(":")[0]
     try:
-        return pid.isdigit() and _told(int(pid), proc) == known
+        return pid.isdigit() and _identity(int(pid), proc) == known
     except (FileNotFoundError, ProcessLookupError):
         return False
     except OSError:
         return True
 
 
-def _told(pid: int, proc: Path) -> str:
+def _identity(pid: int, proc: Path) -> str:
     fields = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     return "" if fields[0] in "ZX" else f"{pid}:{fields[19]}"

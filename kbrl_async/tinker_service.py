@@ -155,8 +155,11 @@ class Account:
             value = done.result()
         except KbrlError:
             raise
-        except (Exception, concurrent.futures.CancelledError) as error:  # supervisor: the library has many, see `said`
-            raise self.said(error, what) from error
+        except (
+            Exception,
+            concurrent.futures.CancelledError,
+        ) as error:  # supervisor: of many kinds, see `as_error`
+            raise self.as_error(error, what) from error
         self._has_worked = True
         return value
 
@@ -164,7 +167,7 @@ class Account:
         cure = "Is the service up? Else raise sampler.deadline_s or learner.deadline_s"
         return InfraError(f"{self.where} gave no answer to {what} within {deadline_s:g} s", cure)
 
-    def said(self, error: BaseException, what: str) -> KbrlError:
+    def as_error(self, error: BaseException, what: str) -> KbrlError:
         """The library's error as one of ours."""
         inner = _status_error(error)
         status = getattr(inner, "status_code", None)

@@ -67,7 +67,8 @@ class TaskRow(msgspec.Struct, frozen=True):
     task_id: str
     stage: str
     group_id: str = ""
-    max_lag: int = -1
+    max_staleness: int = msgspec.field(default=-1, name="max_lag")
+    """As journals of the release before have it, under the name of then."""
     status: str = messages.Status.OK
     version: int = -1
     losses: int = 0

@@ -57,7 +57,7 @@ class LiveTask(msgspec.Struct, eq=False):
     task_id: str
     stage: str
     group_id: str
-    max_lag: int
+    max_staleness: int
     status: str = Status.OK
     version: int = -1
     losses: int = 0
@@ -95,7 +95,7 @@ class LiveTask(msgspec.Struct, eq=False):
             self.task_id,
             self.stage,
             self.group_id,
-            self.max_lag,
+            self.max_staleness,
             self.status,
             self.version,
             self.losses,

@@ -18,7 +18,7 @@ One task, from submission to its end::
 
 Invariants, held after every event (tests/protocol/test_ledger_properties.py)
 * I1: a submitted task ends once, each stage accepts one result, `submitted == finished + live`.
-* I2: nothing is dispatched to `compile` or `bench` when `policy_version - version > max_lag`.
+* I2: nothing is dispatched to `compile` or `bench` when `policy_version - version > max_staleness`.
 * I4: what a worker refuses or loses is tried again, and ends as `worker_lost`, never as a result.
 * A worker gets only what its capabilities cover, and what nobody can do holds nothing else up.
 * A lease of a keyed worker carries a seal of its owner: nobody else can hold, finish or refuse it, restarts included.

@@ -182,8 +182,8 @@ class Submit(msgspec.Struct, array_like=True, frozen=True):
     task_id: str
     stage: str
     group_id: str = ""
-    max_lag: int = -1
-    """Allowed policy lag between generation and dispatch (I2); −1: no limit."""
+    max_staleness: int = msgspec.field(default=-1, name="max_lag")
+    """Policy versions that may have come between generation and dispatch (I2); −1: any number."""
     needs: str = ""
     """The backend that workers must offer under `BACKENDS` to get this task, at every stage; empty: any worker."""
 

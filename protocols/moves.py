@@ -101,9 +101,9 @@ class Moves:
         return not is_refused and not self._is_stale(task)
 
     def _is_stale(self, task: LiveTask) -> bool:
-        if task.stage not in _AGED_STAGES or task.max_lag < 0 or task.version < 0:
+        if task.stage not in _AGED_STAGES or task.max_staleness < 0 or task.version < 0:
             return False
-        return self.policy_version - task.version > task.max_lag
+        return self.policy_version - task.version > task.max_staleness
 
     def _lease(self, task: LiveTask, worker: PoolWorker) -> None:
         held = lease_id(self.epoch, self._next_lease, task.stage, task.task_id)

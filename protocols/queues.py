@@ -142,7 +142,7 @@ class TaskTable:
 
     def add(self, submit: Submit, now: float) -> LiveTask:
         task = LiveTask(
-            self._next_seq, submit.task_id, submit.stage, submit.group_id, submit.max_lag, needs=submit.needs
+            self._next_seq, submit.task_id, submit.stage, submit.group_id, submit.max_staleness, needs=submit.needs
         )
         self._next_seq += 1
         self.live[task.task_id] = task
@@ -233,7 +233,7 @@ class TaskTable:
             row.task_id,
             row.stage,
             row.group_id,
-            row.max_lag,
+            row.max_staleness,
             row.status,
             row.version,
             row.losses,

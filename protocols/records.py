@@ -173,7 +173,7 @@ class BuildReport(msgspec.Struct, frozen=True, tag="build_report"):
     """Cleaned compiler output, at most 800 characters, for the model."""
     hint: str = ""
     rule: str = ""
-    """The tripwire that fired, for `STATIC_VIOLATION`."""
+    """The static check that fired, for `STATIC_VIOLATION`."""
     cached: bool = False
     toolchain: str = ""
     isolation: str = "none"

@@ -28,7 +28,7 @@ async def main(stop: asyncio.Event) -> None:
     from protocols.prefetch import Prefetch
     from protocols.records import BuildReport, Fault
     from protocols.rollout import Record
-    from services.runtime.capabilities import farm_caps, said
+    from services.runtime.capabilities import farm_caps, log_fields
     from services.runtime.service import Service
     from services.runtime.worker import HandlerOutcome, Worker
 
@@ -79,7 +79,7 @@ async def main(stop: asyncio.Event) -> None:
         for name, reason in lacking.items():
             if name == service.config.backend:
                 service.log.warning("this host can't build the run's backend", backend=name, reason=reason)
-        service.log.info("ready", slots=slots, cores=cores, backends=caps["backends"], **said(builder.isolation))
+        service.log.info("ready", slots=slots, cores=cores, backends=caps["backends"], **log_fields(builder.isolation))
         worker = Worker(
             service.addresses.work,
             service.worker_id,

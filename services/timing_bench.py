@@ -39,7 +39,7 @@ async def main(stop: asyncio.Event, name: str = "timing_bench") -> None:
     from protocols.prefetch import Prefetch
     from protocols.records import BenchReport, Fault, Purpose, RolloutRequest
     from protocols.rollout import Record
-    from services.runtime.capabilities import bench_caps, bench_device, memory_share, said
+    from services.runtime.capabilities import bench_caps, bench_device, log_fields, memory_share
     from services.runtime.quiet import shared_resources
     from services.runtime.service import Service
     from services.runtime.worker import HandlerOutcome, Worker
@@ -157,7 +157,7 @@ async def main(stop: asyncio.Event, name: str = "timing_bench") -> None:
         )
         service.watch(worker.meter)
         windows = worker.quiet_windows(resource) if others and not is_verifier else None
-        service.log.info("ready", core=core, device=device, **said(judge.zygote.isolation))
+        service.log.info("ready", core=core, device=device, **log_fields(judge.zygote.isolation))
         await worker.run(stop)
 
 

@@ -149,7 +149,7 @@ class Site:
         self.ring = Keyring(folder / "keys")
         self.issued = {role: self.ring.new(role, f"away-{role}") for role in (Role.COMPILE, Role.BENCH)}
         self.ring.new(Role.AGGREGATOR, "local")
-        ledger = LedgerOptions(settings=agreed.said(Config()))
+        ledger = LedgerOptions(settings=agreed.encode(Config()))
         everywhere = ("tcp://127.0.0.1:*", "tcp://0.0.0.0:*")
         self.broker = BrokerServer(BrokerOptions(str(folder), *everywhere, keys=str(self.ring.folder), ledger=ledger))
 

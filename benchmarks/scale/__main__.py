@@ -50,7 +50,7 @@ def simulate(
 
 def measure(workers: int, seconds: float, window: float, seed: int) -> Result:
     p = max(2, round(window * workers / (8 * (LAG + 1))))
-    scenario = Scenario(workers, 1_000_000, seconds, group_size=8, groups_per_batch=p, max_lag=LAG, seed=seed)
+    scenario = Scenario(workers, 1_000_000, seconds, group_size=8, groups_per_batch=p, max_staleness=LAG, seed=seed)
     simulation = Simulation(scenario)
     simulation.run()
     counters, trained = simulation.ledger.counters, sum(simulation.lags.values())

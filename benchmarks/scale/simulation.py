@@ -12,7 +12,7 @@ is scheduling, and what it costs the ledger. Learner and aggregator never die; e
 
 Invariants, `SimulationError` where one breaks
 * I1: each stage of a task accepts one result and a task ends once; `submitted == finished + live`, in the end none.
-* I2: nothing goes to `compile` or `bench` that is older than its `max_lag` allows.
+* I2: nothing goes to `compile` or `bench` that is older than its `max_staleness` allows.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Scenario(msgspec.Struct, frozen=True):
     group_size: int = 8
     groups_per_batch: int = 0
     """P; 0: an eighth of the workers, so that the window holds two rollouts for each worker."""
-    max_lag: int = 1
+    max_staleness: int = 1
     """S."""
     hold_s: float = 20.0
     mean_s: tuple[float, float, float] = (16.0, 8.0, 4.0)
@@ -106,7 +106,7 @@ class Simulation:
             BufferRules(
                 batch_size=scenario.p,
                 max_steps=scenario.batches,
-                max_staleness=scenario.max_lag,
+                max_staleness=scenario.max_staleness,
                 advantage="leave_one_out",
                 scale_advantages=True,
                 truncated="negative",
@@ -253,7 +253,7 @@ class Simulation:
         if task.stage not in (Stage.COMPILE, Stage.BENCH):
             return
         lag = self.ledger.policy_version - self._written[task.task_id]
-        if lag > self.scenario.max_lag:
+        if lag > self.scenario.max_staleness:
             raise SimulationError(f"I2: {task.task_id} goes to {task.stage} {lag} versions late")
 
     def check(self) -> None:
@@ -262,7 +262,7 @@ class Simulation:
         counters, live = self.ledger.counters, len(self.ledger.tasks.live)
         if counters["submitted"] != counters["finished"] + live:
             raise SimulationError(f"I1: the counters do not add up: {counters}, {live} live")
-        if max(self.lags, default=0) > self.scenario.max_lag:
+        if max(self.lags, default=0) > self.scenario.max_staleness:
             raise SimulationError(f"I2: trained on samples of {max(self.lags)} versions ago")
 
     # ── workers ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -348,7 +348,7 @@ class Simulation:
             self._admitted_at[group_id] = self.now
             needs = "triton" if self.rng.random() < 0.3 else "c"
             for rollout_id in rollout_ids(group_id, self.scenario.group_size):
-                submit = msg.Submit(rollout_id, Stage.GENERATE, group_id, self.scenario.max_lag, needs)
+                submit = msg.Submit(rollout_id, Stage.GENERATE, group_id, self.scenario.max_staleness, needs)
                 for effect in self._producer.submit(submit, [], self.now):
                     self._submit(effect)
 

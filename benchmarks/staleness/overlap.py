@@ -73,7 +73,7 @@ def _updates_per_hour(costs: tuple[float, float, float], lag: int, updates: int,
     """The sampler has 64 places: a batch takes an answer's time, and its longest answer more."""
     generate, verify, train = (share * WHOLE_S for share in costs)
     scenario = Scenario(
-        workers=3, batches=updates, groups_per_batch=8, max_lag=lag, mean_s=(generate, 0.01, verify / BATCH),
+        workers=3, batches=updates, groups_per_batch=8, max_staleness=lag, mean_s=(generate, 0.01, verify / BATCH),
         train_s=train, lifetime_s=float("inf"), wrong=0.0, refused=0.0,
     )  # fmt: skip
     simulation = OneOfEach(scenario, tail)

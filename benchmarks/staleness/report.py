@@ -38,7 +38,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, float(half)
 
 
-def shown(values: Sequence[float]) -> str:
+def format_interval(values: Sequence[float]) -> str:
     """`.71 ± .04`, or nothing."""
     if not values:
         return "–"
@@ -146,7 +146,7 @@ def reward_table(figures: SettingFigures, names: Sequence[str]) -> str:
     heads = [f"S={s}" for s in figures.stalenesses]
     paired = 4 in figures.stalenesses and 0 in figures.stalenesses
     rows = [
-        [name, *(shown(figures.rewards(name, s)) for s in figures.stalenesses)]
+        [name, *(format_interval(figures.rewards(name, s)) for s in figures.stalenesses)]
         + ([_change(figures, name)] if paired else [])
         for name in names
     ]
@@ -155,7 +155,7 @@ def reward_table(figures: SettingFigures, names: Sequence[str]) -> str:
 
 def _change(figures: SettingFigures, name: str) -> str:
     found = figures.change(name, 4)
-    return shown(found).replace("-0.", "−.").replace("-", "−") if found else "–"
+    return format_interval(found).replace("-0.", "−.").replace("-", "−") if found else "–"
 
 
 def stability_table(figures: SettingFigures, names: Sequence[str], staleness: int) -> str:
@@ -190,7 +190,7 @@ def _stability(outcomes: Sequence[ArmResult]) -> list[str]:
         if o.history
     ]
     return [
-        shown([o.after["correct"] for o in outcomes]),
+        format_interval([o.after["correct"] for o in outcomes]),
         f"{sum(map(has_diverged, outcomes))} of {len(outcomes)}",
         _short(mean(worst_late_batch)),
         f"{mean(lambda o: worst(o, 'ess', min)):.2f}",

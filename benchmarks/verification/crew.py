@@ -134,7 +134,7 @@ class _Worker:
         self._process = context.Process(target=_serve, args=(theirs, number, jobs, start))
         self._process.start()
         theirs.close()
-        self._heard(_BEGIN_S)
+        self._receive(_BEGIN_S)
 
     def ask(self, given: Any, patience_s: float) -> Result | None:
         """None where it is gone."""
@@ -142,9 +142,9 @@ class _Worker:
             self._channel.send(given)
         except OSError:
             return None
-        return self._heard(patience_s)
+        return self._receive(patience_s)
 
-    def _heard(self, patience_s: float) -> Result | None:
+    def _receive(self, patience_s: float) -> Result | None:
         try:
             return self._channel.recv() if self._channel.poll(patience_s) else None
         except (EOFError, OSError):

@@ -162,7 +162,7 @@ def sources(
         source, _, problem_id = row["name"].partition("/")
         found[source].append(msgspec.convert({"problem_id": problem_id, **row}, SourceOutcome))
         say(f"{row['state']:24} {row['name']} {row.get('why', '')[:140]}")
-    rows = {folder: {**_imported(Path(folder)), **_told(found[Path(folder).name])} for folder in folders}
+    rows = {folder: {**_imported(Path(folder)), **_counted(found[Path(folder).name])} for folder in folders}
     _show(rows)
     return {"ok": not any(row["wrong"] for row in rows.values()), "sources": rows}
 
@@ -246,7 +246,7 @@ def _imported(folder: Path) -> Result:
     return {"read": len(rows), "taken": counted["taken"], "untried": counted["taken, not tried"]}
 
 
-def _told(outcomes: Sequence[SourceOutcome]) -> Result:
+def _counted(outcomes: Sequence[SourceOutcome]) -> Result:
     seconds = sorted(one.seconds for one in outcomes if one.seconds)
     wrong = [one for one in outcomes if one.state in ("lazy refused", "decoy accepted", "decoy refused otherwise")]
     return {

@@ -174,7 +174,7 @@ def _self_test(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def told(console: Console) -> Iterator[Callable[[str], None]]:
+def status_line(console: Console) -> Iterator[Callable[[str], None]]:
     """Progress: a line that changes on a terminal, else a new line every ten seconds."""
     if console.is_terminal:
         with console.status("starting …") as status:
@@ -210,7 +210,7 @@ def measured_report(args: argparse.Namespace, console: Console) -> ResolutionRep
     )
     check_device(device)
     asked = SelfTest(args.aa, args.ab, args.pairs, args.beside, args.trials, args.minutes)
-    with told(console) as tell:
+    with status_line(console) as tell:
         return measure(asked, options, tell)
 
 

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     window = max(1, args.window)
     if sides:
         Console().print(comparing.table(sides))
-        for line in comparing.told(sides):
+        for line in comparing.format_sides(sides):
             say(line)
         if (differing := comparing.settings_table(sides)) is not None:
             Console().print(differing)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kbrl_async.cli.shared import add_config, completed
 from kbrl_async.runs.config import KEYS, Config, environment, reference
 from kbrl_async.runs.config.keys import SECTIONS, flat
-from kbrl_async.runs.config.loading import find_key, gather, resolve, shown
+from kbrl_async.runs.config.loading import find_key, format_value, gather, resolve
 from kbrl_async.runs.config.sources import Setting
 from kbrl_async.runs.telemetry import reference as metrics
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         overrides = [word for word in args.overrides if "=" in word]
         settings = gather(args.config, overrides, environment(os.environ))
         config = resolve(settings)
-        print("\n\n".join(told(name, settings, config) for word in keys for name in _names(word)))
+        print("\n\n".join(format_key(name, settings, config) for word in keys for name in _names(word)))
     else:
         print(reference.as_text())
     return 0
@@ -52,17 +52,17 @@ def _names(word: str) -> list[str]:
     return [find_key(word).name]
 
 
-def told(name: str, settings: Sequence[Setting], config: Config) -> str:
+def format_key(name: str, settings: Sequence[Setting], config: Config) -> str:
     """One key: its value, where that was set, its default, what it takes and does."""
     key = KEYS[name]
     said = [setting for setting in settings if setting.key == name]
     origin = said[-1].origin if said else "the default"
-    over = ", ".join(f"{shown(setting.value)} ({setting.origin})" for setting in reversed(said[:-1]))
+    over = ", ".join(f"{format_value(setting.value)} ({setting.origin})" for setting in reversed(said[:-1]))
     lines = [
-        f"{name} = {shown(flat(config)[name])}",
+        f"{name} = {format_value(flat(config)[name])}",
         *reference.indented(key.doc),
         *reference.indented(f"set by:  {origin}{f', over {over}' if over else ''}"),
-        *reference.indented(f"default: {shown(key.default)}"),
+        *reference.indented(f"default: {format_value(key.default)}"),
         *reference.indented(f"takes:   {key.expects}"),
     ]
     return "\n".join(lines)

@@ -89,13 +89,13 @@ def _build(args: argparse.Namespace) -> int:
     tasks: dict[str, TaskID] = {}
     with Progress(*columns, console=console) as bars:
 
-        def shown(phase: str, done: int, total: int | None) -> None:
+        def show_bar(phase: str, done: int, total: int | None) -> None:
             """One bar per phase."""
             if phase not in tasks:
                 tasks[phase] = bars.add_task(phase, total=total)
             bars.update(tasks[phase], completed=done, total=total)
 
-        manifest = build_index(sources, args.output, options, shown)
+        manifest = build_index(sources, args.output, options, show_bar)
     _report(console, manifest, args.output)
     return 0
 

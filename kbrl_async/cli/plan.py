@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if args.gpus is not None:
         return fitting.run(args)
     times = parse_times(args.times)
-    measured = _told(times) if times and _names_no_run(args) else _of_run(run_of(args))
+    measured = _of_times(times) if times and _names_no_run(args) else _of_run(run_of(args))
     observed = _apart(args, measured).replaced(times)
     factor = 1.0
     if args.model is not None:
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     show(measured, found, factor, Console())
     currency = _paid(args, measured).cost.currency
     for what, of in bills.items():
-        say(f"{what}: {of.told(currency)}")
+        say(f"{what}: {of.format(currency)}")
     if bills and all(of.money is None for of in bills.values()):
         say("in money: set cost.prices, or give --price gpu=2.49 or --price core=0.04, of an hour")
     return 0
@@ -207,9 +207,11 @@ def _of_run(folder: Path) -> PlanBasis:
     return PlanBasis(str(folder), planning.observe(samples), _window(config), config, samples)
 
 
-def _told(times: dict[str, float]) -> PlanBasis:
+def _of_times(times: dict[str, float]) -> PlanBasis:
     config = Config()
-    return PlanBasis("--times", planning.told(times, config.batch_size * config.group_size), _window(config), config)
+    return PlanBasis(
+        "--times", planning.observation_of(times, config.batch_size * config.group_size), _window(config), config
+    )
 
 
 def _window(config: Config) -> AdmissionWindow:

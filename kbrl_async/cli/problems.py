@@ -162,7 +162,7 @@ def _generate(args: argparse.Namespace, wanted: str) -> int:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("drawing", total=count)
 
-        def told(one: GeneratedProblem) -> None:
+        def advance(one: GeneratedProblem) -> None:
             left_out.update([_kind(one.reason)] if one.reason else [])
             progress.update(bar, advance=not one.reason)
 
@@ -171,7 +171,7 @@ def _generate(args: argparse.Namespace, wanted: str) -> int:
         if args.near:
             drawn = propose(parents_in([find(run) for run in args.near]), count, args.seed, avoid)
         else:
-            drawn = list(generate(count, args.seed, difficulty=between, avoid=avoid, jobs=_jobs(args), told=told))
+            drawn = list(generate(count, args.seed, difficulty=between, avoid=avoid, jobs=_jobs(args), told=advance))
     write_folder(out, drawn)
     if args.near:  # what is proposed for a policy is trained on unseen
         args.action, args.out = "audit", None

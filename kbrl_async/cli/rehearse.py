@@ -108,13 +108,13 @@ def run(args: argparse.Namespace) -> int:
         if not args.keep:
             for path in random_model.weights_of(folder):
                 path.unlink()
-    told(prepared.path, config, args)
+    report_findings(prepared.path, config, args)
     if not is_finished(prepared.path) and not ended.interrupted:
         raise gave_up(ended, "rehearsal", f"Read its last lines above and in {prepared.path / 'logs'}")
     return ended.code if ended.interrupted else 0
 
 
-def told(run_dir: Path, config: Config, args: argparse.Namespace) -> None:
+def report_findings(run_dir: Path, config: Config, args: argparse.Namespace) -> None:
     """What was found, also of a rehearsal that was stopped or broke off."""
     try:
         found = findings_of(run_dir, config, args.model)
@@ -230,5 +230,5 @@ def _lines(found: RehearsalFindings, config: Config, args: argparse.Namespace) -
         f"memory: the learner's peak was {found.learner_gb:.2f} GB; predicted, GB: {predicted}",
         f"bottleneck: {found.bottleneck}",
         *(f"change {line}" for line in found.changes),
-        f"{COUNTED} updates: {bill.told(config.cost.currency)}",
+        f"{COUNTED} updates: {bill.format(config.cost.currency)}",
     ]

@@ -58,11 +58,11 @@ def run(args: argparse.Namespace) -> int:
         return _example(args.example)
     _check_usage(args)
 
-    def told(error: KbrlError) -> None:
+    def print_failure(error: KbrlError) -> None:
         if args.json:
             print_json(_failure(error))
 
-    return judged(lambda: _run_folder(args) if args.run else _one(args), told)
+    return judged(lambda: _run_folder(args) if args.run else _one(args), print_failure)
 
 
 def _check_usage(args: argparse.Namespace) -> None:

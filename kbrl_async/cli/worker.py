@@ -35,7 +35,7 @@ from kbrl_async.durable import write_atomically
 from kbrl_async.errors import HostError, UserError
 from kbrl_async.keyring import client_keys, peer_of
 from kbrl_async.runs.config import Config, to_yaml
-from kbrl_async.runs.config.agreed import follow, heard
+from kbrl_async.runs.config.agreed import decode, follow
 from kbrl_async.runs.config.loading import CONFIG_FILE
 from kbrl_async.runs.config.loading import resolve as resolved
 from kbrl_async.runs.folder import FOLDERS, writing
@@ -70,20 +70,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     service, role = SERVICES[args.kind]
     check_keys(args.connect, args.keys, role)
-    environment = prepare(args, told(args))
+    environment = prepare(args, settings_of_run(args))
     command = [sys.executable, "-m", f"services.{service}"]
     sys.stdout.flush()
     os.execvpe(command[0], command, {**os.environ, **environment})  # noqa: S606 - no shell is wanted
 
 
-def told(args: argparse.Namespace) -> Mapping[str, Any]:
+def settings_of_run(args: argparse.Namespace) -> Mapping[str, Any]:
     """The run's settings, as its broker says them; none where it is too old to say any.
 
     :raises HostError: it refuses us.
     """
     key = client_keys(str(args.keys)) if args.keys else None
     owner = f"{peer_of(args.keys).name}." if args.keys else ""
-    found = heard(welcome(args.connect, key, f"{owner}asking.{_name(args)}").settings)
+    found = decode(welcome(args.connect, key, f"{owner}asking.{_name(args)}").settings)
     if not found:
         print("The broker does not say the run's settings: this worker goes by its own.", flush=True)
     return found

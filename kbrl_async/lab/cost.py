@@ -47,7 +47,7 @@ class Bill(msgspec.Struct, frozen=True):
     def core_hours(self) -> float:
         return self.hours * self.machine.cores
 
-    def told(self, currency: str) -> str:
+    def format(self, currency: str) -> str:
         parts = [f"{self.hours:.2f} h"]
         if self.machine.gpus:
             parts.append(f"{self.gpu_hours:.2f} GPU-hours")

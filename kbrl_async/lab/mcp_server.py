@@ -101,17 +101,17 @@ def _answered(call: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
     try:
         return call(*args, **kwargs)
     except KbrlError as error:
-        raise ToolError(_said(error)) from None
+        raise ToolError(_format_error(error)) from None
 
 
 async def _worked(call: Awaitable[_T]) -> _T:
     try:
         return await call
     except KbrlError as error:
-        raise ToolError(_said(error)) from None
+        raise ToolError(_format_error(error)) from None
 
 
-def _said(error: KbrlError) -> str:
+def _format_error(error: KbrlError) -> str:
     """Whose fault it is, the cause and the cure."""
     if isinstance(error, ProblemError):
         return f"the problem's fault: {error}"
@@ -121,10 +121,10 @@ def _said(error: KbrlError) -> str:
 
 
 def _teller(ctx: Context[None, Any]) -> Callable[[int, str], Awaitable[None]]:
-    async def told(done: int, doing: str) -> None:
+    async def report(done: int, doing: str) -> None:
         await ctx.report_progress(float(done), None, doing)
 
-    return told
+    return report
 
 
 async def serve_stdio(bench: Workbench, version: str) -> None:

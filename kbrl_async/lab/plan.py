@@ -108,7 +108,7 @@ class RunObservation(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, stages={**self.stages, **work})
 
 
-def told(times: Mapping[str, float], batch: int) -> RunObservation:
+def observation_of(times: Mapping[str, float], batch: int) -> RunObservation:
     """An observation that is only told: `times` are server seconds per rollout by stage, for batches of `batch`.
 
     :raises UserError: a stage that there is not, or a time that is none.

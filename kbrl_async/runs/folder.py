@@ -35,7 +35,7 @@ from kbrl_async.durable import numbered, write_atomically
 from kbrl_async.errors import CheckpointError, ConfigError, DiskFull, KbrlError
 from kbrl_async.runs.archive.archive import FILE as ARCHIVE
 from kbrl_async.runs.archive.archive import ArchiveReader
-from kbrl_async.runs.config.loading import CONFIG_FILE, environment, forbidden_changes, load, shown, to_yaml
+from kbrl_async.runs.config.loading import CONFIG_FILE, environment, forbidden_changes, format_value, load, to_yaml
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.standing import SUMMARY_FILE as SUMMARY_FILE
 from kbrl_async.runs.standing import RunStatus, forget, standing
@@ -114,8 +114,8 @@ def _continued(path: Path, config: Config) -> Run:
 def _refuse_another_experiment(path: Path, stored: Config, wanted: Config) -> None:
     if changes := forbidden_changes(stored, wanted):
         key, (old, new) = next(iter(changes.items()))
-        cause = f"{path} is an unfinished run with {key}={shown(old)}, not {shown(new)}"
-        raise ConfigError(cause, f"Continue it with {key}={shown(old)}, or start another run with name=…")
+        cause = f"{path} is an unfinished run with {key}={format_value(old)}, not {format_value(new)}"
+        raise ConfigError(cause, f"Continue it with {key}={format_value(old)}, or start another run with name=…")
 
 
 def prepare(config: Config) -> Run:

@@ -52,7 +52,7 @@ def standing(run_dir: Path) -> Standing:
     """How the run of this folder stands now, as far as the processes of this host tell."""
     if is_finished(run_dir):
         return Standing(RunStatus.ENDED)
-    said = {path.name: _said(path) for path in sorted((run_dir / PROCESSES).glob("*"))}
+    said = {path.name: _ending(path) for path in sorted((run_dir / PROCESSES).glob("*"))}
     if None in said.values():
         return Standing(RunStatus.RUNNING)
     if not said:
@@ -68,7 +68,7 @@ def standing(run_dir: Path) -> Standing:
 _FINE = ("", "0", _ASKED)
 
 
-def _said(path: Path) -> str | None:
+def _ending(path: Path) -> str | None:
     """What the process said as it ended, empty if nothing; None where it lives."""
     with contextlib.suppress(FileNotFoundError), path.open() as file:
         if not _locked(file, fcntl.LOCK_SH):
@@ -119,5 +119,5 @@ def _write(file: IO[str], word: str) -> None:
 def forget(run_dir: Path) -> None:
     """Drop what the processes of an earlier start said; those that live keep their files."""
     for path in (run_dir / PROCESSES).glob("*"):
-        if _said(path) is not None:
+        if _ending(path) is not None:
             path.unlink(missing_ok=True)

@@ -222,7 +222,7 @@ def render(summary: Summary) -> Group:
     """The summary as tables for the terminal."""
     tables: list[RenderableType] = [
         _progress_table(by_versions(summary)),
-        Text(told(summary), "dim"),
+        Text(format_first_and_last(summary), "dim"),
         run_table(summary),
     ]
     if summary.get("best_kernels"):
@@ -239,7 +239,7 @@ def _progress_table(summary: Mapping[str, Any]) -> Table:
         table.add_row(name, *(_with_interval(summary, f"{name}_{which}", name) for which in ("first", "last")))
     if "success_rate_first" in summary:
         for name in ("success_rate", "compile_fix_rate"):
-            table.add_row(name, _shown(name, summary.get(f"{name}_first")), _shown(name, summary.get(f"{name}_last")))
+            table.add_row(name, _format(name, summary.get(f"{name}_first")), _format(name, summary.get(f"{name}_last")))
     table.add_section()
     _add_heldout(table, summary, "held-out problems", "heldout_")
     if flagged := summary.get("heldout_problems_flagged"):
@@ -254,7 +254,7 @@ def _heading(summary: Mapping[str, Any], which: str) -> str:
     return f"version {first}" if first == last else f"versions {first}–{last}"
 
 
-def told(summary: Mapping[str, Any]) -> str:
+def format_first_and_last(summary: Mapping[str, Any]) -> str:
     """Which answers the first and the last figure are of."""
     return str(summary.get("first_and_last", OLD))
 
@@ -322,15 +322,15 @@ def _kernel_table(best: Sequence[Mapping[str, Any]]) -> Table:
 
 def _with_interval(summary: Mapping[str, Any], key: str, name: str) -> str:
     """The value, with its interval where there is one."""
-    shown, interval = _shown(name, summary.get(key)), summary.get(f"{key}{KEY}")
+    shown, interval = _format(name, summary.get(key)), summary.get(f"{key}{KEY}")
     if interval is None:
         return shown
     if name.startswith("speedup") and interval[1] > SAYS_NOTHING * interval[0]:
         return f"{shown} (too few)"
-    return f"{shown} ({_shown(name, interval[0])} … {_shown(name, interval[1])})"
+    return f"{shown} ({_format(name, interval[0])} … {_format(name, interval[1])})"
 
 
-def _shown(name: str, value: float | None) -> str:
+def _format(name: str, value: float | None) -> str:
     if value is None:
         return "–"
     if name == "reward_mean":

@@ -59,7 +59,7 @@ def check_canary(
     error = max(errors)
     if not error <= allowed:
         raise PolicyMismatch(
-            f"canary log-probs of {_shown(manifest, adapter)} differ by {error:.3g} (allowed {allowed:g}): "
+            f"canary log-probs of {_format_version(manifest, adapter)} differ by {error:.3g} (allowed {allowed:g}): "
             "the sampler would serve other weights",
             "Check that sampler and learner use the same base model and dtype",
         )
@@ -162,7 +162,7 @@ def check_temperature(rows: Sequence[Sequence[tuple[float, float]]], expected: f
     return measured
 
 
-def _shown(manifest: PolicyVersion, adapter: str) -> str:
+def _format_version(manifest: PolicyVersion, adapter: str) -> str:
     return f"policy v{manifest.version}" + (f" ({adapter})" if adapter else "")
 
 

@@ -34,7 +34,7 @@ async def main(stop: asyncio.Event) -> None:
         ledger=replace(
             ledger,
             checks=CheckOptions(settings.check_share),
-            settings=agreed.said(service.config),
+            settings=agreed.encode(service.config),
             likely_first=bool(service.config.timing_bench.likely_first),
         ),
         keys=settings.keys or "",

@@ -76,11 +76,11 @@ def sender_of(service: Service) -> Sender | None:
         return None
     device = torch.device(service.device, 0) if service.device == "cuda" else torch.device(service.device)
 
-    def told(line: str) -> None:
+    def log_unsent(line: str) -> None:
         service.log.warning("weights not sent", reason=line)
 
     try:
-        return Sender(config.weights.address, device, config.weights.stalled_s, told)
+        return Sender(config.weights.address, device, config.weights.stalled_s, log_unsent)
     except InfraError as error:
         cure = "set weights.address to an address of this host"
         service.log.warning("weights go by files", reason=str(error), cure=cure)

@@ -30,7 +30,7 @@ from kbrl_async.runs.telemetry import by_version, system_metrics, training_metri
 from kbrl_async.runs.telemetry.by_version import Answers, VersionRange
 from kbrl_async.runs.telemetry.live import RESULT_FACTS
 from kbrl_async.runs.telemetry.progress import Reporter
-from kbrl_async.runs.telemetry.sinks import open_board, open_sinks
+from kbrl_async.runs.telemetry.sinks import open_output, open_sinks
 from kbrl_async.runs.telemetry.system_metrics import SystemSample, Tail
 from kbrl_async.runs.telemetry.tensorboard import event_folder
 from kbrl_async.runs.telemetry.tracing import open_traces
@@ -61,8 +61,8 @@ class MetricsWriter:
         self._begun: float | None = None
         # a continued run reads the broker's lines from their beginning; the first part has been written
         self._from = time.time() if state.clock else 0.0
-        self._training = open_board("training", folder, self._sinks, without)
-        self._system = open_board("system", folder, self._sinks, without)
+        self._training = open_output("training", folder, self._sinks, without)
+        self._system = open_output("system", folder, self._sinks, without)
         self._per_level = settings.per_level
         self._lines = service.run_dir / "metrics" / "system.jsonl"
         self._tail = Tail(self._lines)

@@ -52,6 +52,6 @@ def memory_share(config: Config, service: str) -> float:
     return 1 / (max(1, counts.verifier) if service == "verifier" else benches)
 
 
-def said(isolation: Isolation) -> dict[str, object]:
+def log_fields(isolation: Isolation) -> dict[str, object]:
     """What each service logs at its start: how well untrusted code is confined here, and what the host lacks for it."""
     return {"isolation": isolation.level, **({"missing": list(isolation.missing)} if isolation.missing else {})}

@@ -90,7 +90,7 @@ class Pulse:
         """Why the child must go, or an empty string. Called several times a second."""
         now = self._clock()
         passed_s, self._looked_at = min(now - self._looked_at, _MOST_STEP_S), now
-        if self._heard():
+        if self._answered():
             self._silent_s = self._idle_s = 0.0
             return ""
         used = cpu_ticks(pid)
@@ -104,7 +104,7 @@ class Pulse:
             return f"no sign of life for {self._silent_s:.0f} s"
         return f"its loop has not turned for {self._silent_s:.0f} s" if self._silent_s >= STUCK_S else ""
 
-    def _heard(self) -> bool:
+    def _answered(self) -> bool:
         try:
             beats = os.read(self._reader, 4096)
         except BlockingIOError:

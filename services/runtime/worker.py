@@ -70,9 +70,9 @@ class Worker:
 
     Example::
 
-        async def build(task: Task, frames: list[bytes]) -> Outcome:
+        async def build(task: Task, frames: list[bytes]) -> HandlerOutcome:
             report = await compile_candidate(frames)
-            return Outcome("bench", [encode(report)])
+            return HandlerOutcome("bench", [encode(report)])
 
         await Worker(addresses(run_dir).work, "farm-1", ["compile"], slots=4, handler=build).run(stop)
     """

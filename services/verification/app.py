@@ -193,7 +193,7 @@ class Face:
         self._count(client)
         job = self._desk.submit(client, ask)
         if _streams(request):
-            return _stream(self._told(job, ask))
+            return _stream(self._events(job, ask))
         accepted = time.perf_counter()
         await self._desk.wait(job, self._wait_s(ask.wait_s))
         waited_s = time.perf_counter() - accepted
@@ -231,7 +231,7 @@ class Face:
         ask = job.ask
         if preset := request.query_params.get("preset"):
             ask = self._checked(msgspec.structs.replace(ask, preset=preset))
-        return _stream(self._told(job, ask)) if _streams(request) else _json(self._answer(job, ask))
+        return _stream(self._events(job, ask)) if _streams(request) else _json(self._answer(job, ask))
 
     async def _problems(self, _request: Request, _client: str) -> Response:
         shown = ("problem_id", "level", "name", "split", "source", "flags")
@@ -303,7 +303,7 @@ class Face:
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _told(self, job: Job, ask: Ask) -> AsyncIterator[tuple[str, Answer]]:
+    async def _events(self, job: Job, ask: Ask) -> AsyncIterator[tuple[str, Answer]]:
         async for now in self._desk.follow(job):
             found = self._answer(now, ask)
             yield found.status, found

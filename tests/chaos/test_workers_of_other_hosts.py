@@ -74,7 +74,7 @@ def test_a_candidate_is_built_on_one_host_and_timed_on_another(tmp_path: Path) -
         nonlocal scored
         scored = asyncio.get_running_loop().create_future()
         run = load(overrides=["timing_bench.cap_s=0.02", "timing_bench.deadline_s=20", "timing_bench.max_pairs=9"])
-        ledger = LedgerOptions(settings=agreed.said(run))
+        ledger = LedgerOptions(settings=agreed.encode(run))
         options = BrokerOptions(str(tmp_path / "run"), ANY, ANY, keys=str(ring.folder), ledger=ledger)
         async with serving(BrokerServer(options)) as broker:
             submit, work = endpoints(broker)

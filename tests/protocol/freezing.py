@@ -27,7 +27,7 @@ def frozen() -> dict[str, Any]:
     return {
         "messages": json.loads((GOLDEN / "messages.json").read_text()),
         "records": {name: msgspec.msgpack.encode(filled(kind, name)).hex() for name, kind in structs(records).items()},
-        "fields": {name: " ".join(kind.__struct_fields__) for name, kind in found.items()},
+        "fields": {name: " ".join(kind.__struct_encode_fields__) for name, kind in found.items()},
     }
 
 

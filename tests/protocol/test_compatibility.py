@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocols import framing, messages, records
+from protocols import events, framing, messages, records
 from tests.protocol.freezing import GOLDEN, filled, frozen, structs
 
 REVISIONS = sorted(int(path.stem.partition("-")[2]) for path in GOLDEN.glob("revision-*.json"))
@@ -104,6 +104,13 @@ def test_a_record_of_today_is_understood_by_the_code_of_then(number: int, name: 
     known = msgspec.msgpack.decode(data, type=older(TODAY[name], revision(number)["fields"]))
     plain = plain_of(known)
     assert plain == prefix(msgspec.msgpack.decode(data), plain)
+
+
+def test_a_task_in_a_journal_of_before_is_understood_today_and_the_other_way_round() -> None:
+    data = msgspec.msgpack.encode({"seq": 1, "task_id": "g000001.r1", "stage": "bench", "max_lag": 2})
+    row = msgspec.msgpack.decode(data, type=events.TaskRow)
+    assert row.max_staleness == 2
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(row))["max_lag"] == 2
 
 
 @pytest.mark.parametrize("number", REVISIONS)

@@ -136,8 +136,8 @@ class Pipeline(RuleBasedStateMachine):
         offered = CAPS.get(worker.worker_id, {}).get("backends")
         assert not live.needs or offered is None or live.needs in offered
         written = self.written_by.get(task.task_id, -1)
-        if task.stage in ("compile", "bench") and live.max_lag >= 0 and written >= 0:
-            assert self.ledger.policy_version - written <= live.max_lag
+        if task.stage in ("compile", "bench") and live.max_staleness >= 0 and written >= 0:
+            assert self.ledger.policy_version - written <= live.max_staleness
 
     # ── the network ───────────────────────────────────────────────────────────────────────────────────────────
 

@@ -20,7 +20,7 @@ class Timeless(Ledger):
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
         for task in self.tasks:
-            task.max_lag = -1
+            task.max_staleness = -1
         return super().handle(event, now)
 
 

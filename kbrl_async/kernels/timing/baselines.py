@@ -134,7 +134,7 @@ class CompiledBaseline(msgspec.Struct, frozen=True):
 
 
 def compile_child(channel: socket.socket, payload: bytes, fds: list[int], isolation: Any) -> None:
-    """Entry of the child that compiles; see `verifying.baselines`."""
+    """Entry of the child that compiles; see `verify.baselines`."""
     order = msgspec.msgpack.decode(payload, type=Order)
     folder = str(Path(order.library).parent)
     tempfile.tempdir = folder  # it was asked for before the fork

@@ -174,7 +174,7 @@ def count_source(source: str, entry: str = "Model") -> ReferenceWork | None:
 
 
 def count_child(channel: socket.socket, payload: bytes, fds: list[int], isolation: Any) -> None:
-    """Entry of a confined child: the work of the source that it is sent; see `verifying.floor.counted`."""
+    """Entry of a confined child: the work of the source that it is sent; see `verify.floor.counted`."""
     channel.send(msgspec.msgpack.encode(count_source(payload.decode())))
 
 

@@ -19,6 +19,7 @@ from kbrl_async.kernels.timing import Interval
 from kbrl_async.kernels.timing.baselines import CompiledBaseline, Order, over, wrapper
 from kbrl_async.kernels.timing.combining import Part, combined
 from kbrl_async.kernels.verify.bench import Bench
+from kbrl_async.kernels.verify.device import device_of
 from protocols.records import Candidate, Fault, Problem, Timing
 
 _ENTRY = "kbrl_async.kernels.timing.baselines:compile_child"
@@ -117,9 +118,7 @@ class Baselines:
         library = folder / "reference.so"
         device = self._bench.device
         if self._zygote is None:
-            self._zygote = Zygote(
-                ("torch", "kbrl_async.kernels.timing.baselines"), "tool" if device == "cpu" else "gpu-tool"
-            )
+            self._zygote = Zygote(("torch", "kbrl_async.kernels.timing.baselines"), device_of(device).tools)
         order = msgspec.msgpack.encode(Order(source, name, str(library), device))
         limits = Limits(cpu_s=int(self._deadline_s), memory_bytes=16 << 30, file_bytes=1 << 30, files=256, threads=64)
         child = self._zygote.spawn(_ENTRY, order, (), limits, Access(write=(str(folder),)))

@@ -43,6 +43,8 @@ class Device:
 
     shares = False
     """Whether a candidate's process can serve one workload after the other."""
+    tools = "tool"
+    """The profile of a zygote whose children run compilers that use it."""
 
     def __init__(self, name: str) -> None:
         self.name = name

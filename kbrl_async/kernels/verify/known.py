@@ -101,10 +101,10 @@ class Sizes(msgspec.Struct, frozen=True):
         """:raises ProblemError: one set at a time does not fit either."""
         if self.asked <= memory:
             return
-        parts = f"inputs {_told(self.inputs)}, outputs {_told(self.outputs)}, weights {_told(self.weights)}"
+        parts = f"inputs {_in_gib(self.inputs)}, outputs {_in_gib(self.outputs)}, weights {_in_gib(self.weights)}"
         raise ProblemError(
-            f"{problem_id} does not fit: verifying it takes about {_told(self.asked)} ({parts}), and this bench may "
-            f"plan with {_told(memory)}",
+            f"{problem_id} does not fit: verifying it takes about {_in_gib(self.asked)} ({parts}), and this bench may "
+            f"plan with {_in_gib(memory)}",
             "Make the problem smaller, or raise timing_bench.memory_share",
         )
 
@@ -219,5 +219,5 @@ def outlines(tensors: Sequence[torch.Tensor]) -> Blocks:
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
 
 
-def _told(size: int) -> str:
+def _in_gib(size: int) -> str:
     return f"{size:,} bytes" if size < 1 << 30 else f"{size / 2**30:.1f} GiB ({size:,} bytes)"

@@ -35,10 +35,10 @@ class Finding(msgspec.Struct, frozen=True):
     with one of them a candidate is `UNPROVEN`."""
 
 
-def of_recorded(trace: Trace, device: str = "cpu", is_closed: bool = False) -> Finding | None:
+def of_recorded(trace: Trace, has_times: bool = True, is_closed: bool = False) -> Finding | None:
     """What a run says by itself; None where the own kernels may well do the work.
 
-    Shares of time are asked for on the CPU only: on a GPU the host's time says nothing. `is_closed`: as `Backend` says.
+    `has_times`: those of its trace are of the work itself; of a GPU's they are not. `is_closed`: as `Backend` says.
     """
     if trace.tampered:
         text = f"the candidate replaced {trace.tampered}"
@@ -57,7 +57,7 @@ def of_recorded(trace: Trace, device: str = "cpu", is_closed: bool = False) -> F
         text = f"an own kernel calls {calls[0]}: C code that reaches into the library"
         return Finding("decoy_kernel", text, evidence(trace))
     own, library = own_ns(trace), library_ns(trace)
-    if device == "cpu" and library >= MIN_LIBRARY_NS and own < MIN_SHARE * (own + library):
+    if has_times and library >= MIN_LIBRARY_NS and own < MIN_SHARE * (own + library):
         text = f"own kernels took {100 * own / (own + library):.2f} % of the computing time: the library did the work"
         return Finding("decoy_kernel", text, evidence(trace))
     return None

@@ -47,7 +47,7 @@ class Deadline:
         """
         pace: PhasePace | None = None
 
-        def told(what: str, share: float) -> None:
+        def report(what: str, share: float) -> None:
             nonlocal pace
             now = self._clock()
             pace = pace or PhasePace(now, share)
@@ -56,7 +56,7 @@ class Deadline:
             if now + (left or 0.0) >= self._until:
                 raise self._too_late(left)
 
-        return told
+        return report
 
     def _too_late(self, left: float | None) -> UserError:
         more = "" if left is None else f": that takes {duration(left)} more"

@@ -100,7 +100,7 @@ def _named(path: Path, name: str, given: Given, shapes: str) -> UserModule:
     arguments = _arguments(node, given) if isinstance(node, ast.FunctionDef) else ()
     wrapper = "" if name == "Model" else _wrapper(node, arguments)
     problem = parse_problem(body + wrapper + tail, f"L0/{stem}", origin=str(path), shapes=shapes)
-    shown = parse_problem(_shown(node, body, arguments) + tail, f"L0/{stem}", origin=str(path), shapes=shapes)
+    shown = parse_problem(_as_model(node, body, arguments) + tail, f"L0/{stem}", origin=str(path), shapes=shapes)
     kind = "class" if isinstance(node, ast.ClassDef) else "function"
     return UserModule(problem, shown, kind, name, f"{path.stem}.{name}", arguments)
 
@@ -146,7 +146,7 @@ def _wrapper(node: ast.FunctionDef | ast.ClassDef, arguments: Sequence[str]) -> 
     return "\n".join(lines)
 
 
-def _shown(node: ast.FunctionDef | ast.ClassDef, body: str, arguments: Sequence[str]) -> str:
+def _as_model(node: ast.FunctionDef | ast.ClassDef, body: str, arguments: Sequence[str]) -> str:
     """The same module with the person's code inside Model, as models are used to read it."""
     tree = ast.parse(body)
     others = [n for n in tree.body if getattr(n, "name", "") != node.name]

@@ -168,9 +168,11 @@ def settings(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
     return [(key, values) for key, values in found if len(set(values)) > 1]
 
 
-def told(sides: Sequence[Side]) -> list[str]:
+def format_sides(sides: Sequence[Side]) -> list[str]:
     """Of each run: which answers its first and last figures are of."""
-    return [f"{side.name}: {summary.told(side.summary)}" for side in sides if side.summary.get("rollouts")]
+    return [
+        f"{side.name}: {summary.format_first_and_last(side.summary)}" for side in sides if side.summary.get("rollouts")
+    ]
 
 
 def rows(sides: Sequence[Side]) -> list[ComparedFigure]:
@@ -187,7 +189,7 @@ def rows(sides: Sequence[Side]) -> list[ComparedFigure]:
 
 def _fact(sides: Sequence[Side], field: str, words: str) -> ComparedFigure:
     values = [side.summary.get(field, side.summary.get("demonstrations", {}).get(field)) for side in sides]
-    return ComparedFigure("the run", words, [Cell(_shown(field, value)) for value in values])
+    return ComparedFigure("the run", words, [Cell(_format(field, value)) for value in values])
 
 
 def _answers(sides: Sequence[Side], end: str) -> ComparedFigure:
@@ -303,10 +305,10 @@ def _is_factor(field: str) -> bool:
 def _cell(field: str, value: float | None, around: Interval | None, apart: Delta | None) -> Cell:
     if value is None:
         return Cell()
-    interval = f"{_shown(field, around[0])} … {_shown(field, around[1])}" if around else ""
+    interval = f"{_format(field, around[0])} … {_format(field, around[1])}" if around else ""
     if apart is None:
-        return Cell(_shown(field, value), interval)
-    return Cell(_shown(field, value), interval, _apart(field, apart), apart.is_told)
+        return Cell(_format(field, value), interval)
+    return Cell(_format(field, value), interval, _apart(field, apart), apart.is_told)
 
 
 def _apart(field: str, apart: Delta) -> str:
@@ -317,7 +319,7 @@ def _apart(field: str, apart: Delta) -> str:
     return numbers.points(apart)
 
 
-def _shown(field: str, value: Any) -> str:
+def _format(field: str, value: Any) -> str:
     if value is None:
         return "–"
     if not isinstance(value, float):

@@ -163,7 +163,7 @@ class RunData(msgspec.Struct, frozen=True, kw_only=True):
     kernels: Sequence[BestKernel] = ()
     examples: Examples = Examples()
     rules: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """How often each tripwire or check against cheating fired."""
+    """How often each static check or check against cheating fired."""
     log: Sequence[LogLine] = ()
     log_count: int = 0
     facts: Mapping[str, str] = msgspec.field(default_factory=dict)

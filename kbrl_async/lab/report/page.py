@@ -90,7 +90,7 @@ def compare_page(runs: Mapping[str, Path], sides: Sequence[Side], window: int = 
 def _compared(sides: Sequence[Side]) -> Markup:
     if not sides:
         return Markup("")
-    said = ["From runs that have ended.", *comparing.told(sides)]
+    said = ["From runs that have ended.", *comparing.format_sides(sides)]
     if len(sides) > 1:
         said.append(
             f"The small lines are {WORDS} intervals, then the difference to {sides[0].name} with its own interval, "

@@ -198,7 +198,7 @@ def line_chart(
         (up(line.points[-1][1]), words, line.colour) for (line, _), words in zip(drawn, ended, strict=True) if words
     ]
     told = [
-        _told(line.name, line.colour, ((across(x), up(y), x_format(x), y_format(y)) for x, y in line.points))
+        _tooltip(line.name, line.colour, ((across(x), up(y), x_format(x), y_format(y)) for x, y in line.points))
         for line, _ in drawn
         if standalone is None
     ]
@@ -254,7 +254,7 @@ def _path(places: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
 
-def _told(name: str, colour: str, points: Iterable[tuple[float, float, str, str]]) -> dict[str, Any]:
+def _tooltip(name: str, colour: str, points: Iterable[tuple[float, float, str, str]]) -> dict[str, Any]:
     """What a pointer over a series is told, in words, for page.js."""
     return {"n": name, "c": colour, "p": [[round(x, 1), round(y, 1), *words] for x, y, *words in points]}
 
@@ -286,7 +286,7 @@ def stacked(
             sides = [[(across(x), up(y)) for (x, _), y in zip(shares, side, strict=True)] for side in (above, below)]
             areas.append(element("polygon", points=_path([*sides[0], *reversed(sides[1])]), class_=f"area {colour}"))
             words = ((x_format(x), numbers.percent(values[number])) for x, values in shares)
-            tips.append(_told(name, colour, ((*place, *said) for place, said in zip(sides[0], words, strict=True))))
+            tips.append(_tooltip(name, colour, ((*place, *said) for place, said in zip(sides[0], words, strict=True))))
             if shares[-1][1][number] >= LEAST_LABELLED:
                 ends.append((up((below[-1] + above[-1]) / 2), name, colour))
         below = above

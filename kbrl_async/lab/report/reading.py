@@ -65,7 +65,7 @@ def read_run(path: Path) -> RunData:
         name=str(result.get("run") or path.name),
         summary=result,
         evaluation=_evaluation(path / document.FILE),
-        config=_shown(config),
+        config=_as_yaml(config),
         turns=turns,
         answers=_answers(turns, journal, stored),
         updates=updates,
@@ -95,7 +95,7 @@ def _config(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _shown(config: dict[str, Any] | None) -> str:
+def _as_yaml(config: dict[str, Any] | None) -> str:
     """As YAML, secrets blanked."""
     return yaml.safe_dump(dict(logs.redact(None, "", config)), sort_keys=False, allow_unicode=True) if config else ""
 

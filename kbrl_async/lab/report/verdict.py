@@ -49,7 +49,7 @@ class RateChange(msgspec.Struct, frozen=True):
     difference: Delta | None
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         """`learns`, `gets worse`, or that nothing can be told."""
         if self.difference is None or not self.difference.is_told:
             return NO_CHANGE
@@ -77,9 +77,9 @@ def _learning(run: RunData) -> str:
     found = [change for change in (heldout(run), training(run)) if change is not None]
     if not found:
         return ""
-    if len(found) == 2 and found[0].said != found[1].said:
-        return "; ".join(f"{change.said} in {change.in_figures}" for change in found)
-    return f"{found[0].said}: {', '.join(change.in_figures for change in found)}"
+    if len(found) == 2 and found[0].label != found[1].label:
+        return "; ".join(f"{change.label} in {change.in_figures}" for change in found)
+    return f"{found[0].label}: {', '.join(change.in_figures for change in found)}"
 
 
 def heldout(run: RunData) -> RateChange | None:

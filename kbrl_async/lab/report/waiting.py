@@ -62,7 +62,7 @@ def waits(run: RunData) -> Waits | None:
         for span in turn.spans:
             by_stage[span.stage].append(span)
     updates = [span for update in run.updates for span in update.spans]
-    said = _said(run, start, end)
+    said = _busy_shares(run, start, end)
     found = [_of_stage(stage, by_stage[stage], len(turns), start, end, said) for stage in STAGES if by_stage[stage]]
     whole = sum((turn.at or 0.0) - max(turn.asked or 0.0, start) for turn in turns) / len(turns)
     if updates:
@@ -72,7 +72,7 @@ def waits(run: RunData) -> Waits | None:
     return Waits(tuple(found), whole, slowest if most >= IDLE else None)
 
 
-def _said(run: RunData, start: float, end: float) -> dict[str, float]:
+def _busy_shares(run: RunData, start: float, end: float) -> dict[str, float]:
     """Busy share of each stage, as its workers told the broker."""
     stages = {name: worker.stages for sample in run.system for name, worker in sample.workers.items()}
     busy = busy_fractions(run.system, start, end)

@@ -134,19 +134,19 @@ def _forms(firsts: Sequence[str], feedback: Feedback) -> Iterator[str]:
     first = firsts[-1]
     if len(feedback.kernel) <= KERNEL_CHARACTERS:
         for with_examples in firsts[:-1]:
-            yield _told(with_examples, feedback, feedback.kernel, lines)
+            yield _format(with_examples, feedback, feedback.kernel, lines)
     kernels = [feedback.kernel] if len(feedback.kernel) <= KERNEL_CHARACTERS else []
     if feedback.profile:
         for kernel in kernels:
-            yield _told(first, feedback, kernel, lines)
+            yield _format(first, feedback, kernel, lines)
         feedback = msgspec.structs.replace(feedback, profile="")
     for kernel in [*kernels, *([""] if feedback.kernel else [])]:
         for kept in sorted({len(lines), len(lines) // 2, min(1, len(lines)), 0}, reverse=True):
-            yield _told(first, feedback, kernel, lines[:kept])
+            yield _format(first, feedback, kernel, lines[:kept])
     yield first
 
 
-def _told(first: str, feedback: Feedback, kernel: str, error: Sequence[str]) -> str:
+def _format(first: str, feedback: Feedback, kernel: str, error: Sequence[str]) -> str:
     parts = [first]
     if kernel:
         parts.append(f"Your last answer:\n\n```python\n{kernel.rstrip()}\n```\n")

@@ -35,7 +35,7 @@ class TurnRow(msgspec.Struct, frozen=True, kw_only=True):
     """`ok`, or why the infrastructure gave up: `worker_lost`, `stale` …"""
     fault: str = ""
     rule: str = ""
-    """The tripwire or check that fired."""
+    """The static check, or the check against cheating, that fired."""
     reward: float | None = None
     """The turn's own score; None where infrastructure failed."""
     compiled: bool = False

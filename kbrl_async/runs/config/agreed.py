@@ -18,7 +18,7 @@ import msgspec
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.runs.config.keys import KEYS, flat
-from kbrl_async.runs.config.loading import resolve, shown
+from kbrl_async.runs.config.loading import format_value, resolve
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.config.sources import Setting
 
@@ -44,13 +44,13 @@ OFFERED: Mapping[str, tuple[str, ...]] = {"sampler": ("model_name",)}
 _EVERYTHING = sorted({key for keys in (*AGREED.values(), *OFFERED.values()) for key in keys})
 
 
-def said(config: Config) -> str:
+def encode(config: Config) -> str:
     """What the broker tells its workers."""
     values = flat(config)
     return msgspec.json.encode({key: values[key] for key in _EVERYTHING}).decode()
 
 
-def heard(text: str) -> dict[str, Any]:
+def decode(text: str) -> dict[str, Any]:
     """The settings in a broker's words; none where it says nothing, or nothing that can be read."""
     try:
         values = msgspec.json.decode(text or "{}", type=dict[str, Any])
@@ -71,18 +71,19 @@ def follow(settings: list[Setting], service: str, run: Mapping[str, Any], origin
         if setting.key in {other.key for other in told}:
             mine = flat(resolve([setting]))[setting.key]
             if mine != theirs[setting.key]:
-                both = f"{shown(mine)} here ({setting.origin}) and {shown(theirs[setting.key])} in the run ({origin})"
-                raise ConfigError(f"{setting.key} is {both}", "Leave it out: a worker gets it from its run")
+                here, there = format_value(mine), format_value(theirs[setting.key])
+                cause = f"{setting.key} is {here} here ({setting.origin}) and {there} in the run ({origin})"
+                raise ConfigError(cause, "Leave it out: a worker gets it from its run")
     offered = [Setting(key, run[key], origin) for key in OFFERED.get(service, ()) if key in run]
     return [*offered, *settings, *told]
 
 
 def differences(config: Config, service: str, text: str) -> list[str]:
     """In which settings a worker that runs by `config` is not what the run's broker asks for, each naming both."""
-    run, mine = heard(text), flat(config)
+    run, mine = decode(text), flat(config)
     theirs = flat(resolve([Setting(key, value, "the run") for key, value in run.items()])) if run else {}
     return [
-        f"{key} is {shown(mine[key])} here and {shown(theirs[key])} in the run"
+        f"{key} is {format_value(mine[key])} here and {format_value(theirs[key])} in the run"
         for key in AGREED.get(service, ())
         if key in run and mine[key] != theirs[key]
     ]

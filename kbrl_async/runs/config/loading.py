@@ -111,9 +111,9 @@ def _current(setting: Setting) -> Setting:
         warn_once(f"{setting.key} is {ours} here ({setting.origin})")
         return msgspec.structs.replace(setting, key=ours)
     said = TRANSLATED.get(setting.key)
-    if said is None or (value := said.values.get(shown(setting.value).lower())) is None:
+    if said is None or (value := said.values.get(format_value(setting.value).lower())) is None:
         return setting
-    warn_once(f"{setting.key}={shown(setting.value)} is {said.key}={value} here ({setting.origin})")
+    warn_once(f"{setting.key}={format_value(setting.value)} is {said.key}={value} here ({setting.origin})")
     return msgspec.structs.replace(setting, key=said.key, value=value)
 
 
@@ -231,8 +231,8 @@ def _wrong(key: Key, setting: Setting, name: str = "") -> ConfigError:
     word = name or str(setting.value)
     homes = [f"{other}={word}" for other in _NAMED if other != key.name and word in KEYS[other].choices]
     near = " or ".join(homes) if key.name in _NAMED and homes else _closest(word, key.choices)
-    cure = f"Did you mean {near}?" if near else f"Its default is {shown(key.default)}"
-    return ConfigError(f"{key.name} must be {key.expects}, not {shown(setting.value)} ({setting.origin})", cure)
+    cure = f"Did you mean {near}?" if near else f"Its default is {format_value(key.default)}"
+    return ConfigError(f"{key.name} must be {key.expects}, not {format_value(setting.value)} ({setting.origin})", cure)
 
 
 def _closest(word: str, choices: Sequence[str]) -> str:
@@ -240,7 +240,7 @@ def _closest(word: str, choices: Sequence[str]) -> str:
     return next(iter(begun or difflib.get_close_matches(word, choices, n=1)), "")
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as one would write it on the command line."""
     if value is None:
         return "null"

@@ -6,7 +6,7 @@ import inspect
 import textwrap
 
 from kbrl_async.runs.config.keys import KEYS, SECTIONS, Key
-from kbrl_async.runs.config.loading import shown
+from kbrl_async.runs.config.loading import format_value
 from kbrl_async.runs.config.schema import Config
 
 
@@ -26,7 +26,7 @@ def as_text(width: int = 80) -> str:
         heading = f"{section}: {purpose}" if section else "keys at the top"
         lines += [*textwrap.wrap(heading, width, initial_indent="# ", subsequent_indent="# "), ""]
         for key in keys:
-            lines.append(f"{key.name} = {shown(key.default)}")
+            lines.append(f"{key.name} = {format_value(key.default)}")
             lines += [*indented(key.doc, width), *indented(f"takes {key.expects}", width)]
         lines.append("")
     return "\n".join(lines)
@@ -48,6 +48,6 @@ def as_markdown() -> str:
     for section, purpose, keys in _sections():
         lines += [f"## {section}" if section else "## Keys at the top", purpose, ""] if section else []
         lines += ["| key | default | expects | |", "|---|---|---|---|"]
-        lines += [f"| `{key.name}` | `{shown(key.default)}` | {key.expects} | {key.doc} |" for key in keys]
+        lines += [f"| `{key.name}` | `{format_value(key.default)}` | {key.expects} | {key.doc} |" for key in keys]
         lines.append("")
     return "\n".join(lines)

@@ -187,7 +187,7 @@ def misfit(config: Config, shape: ModelShape, gpus: Sequence[Gpu], host: float) 
     for place, here in by_gpu(everyone).items():
         total = sum(tenant.footprint.total for tenant in here)
         if total > TOLERANCE * limit:
-            return _told(config, here, total, limit, f"GPU {place}" if on_gpu else "this host")
+            return _misfit(config, here, total, limit, f"GPU {place}" if on_gpu else "this host")
     return None
 
 
@@ -197,7 +197,7 @@ def check(config: Config, shape: ModelShape, gpus: Sequence[Gpu], host: float) -
         raise HostError(why.cause, why.cure)
 
 
-def _told(config: Config, here: Sequence[Tenant], total: float, limit: float, where: str) -> Misfit:
+def _misfit(config: Config, here: Sequence[Tenant], total: float, limit: float, where: str) -> Misfit:
     worst = max(here, key=lambda tenant: tenant.footprint.total)
     part = worst.footprint.largest
     size = f"{worst.footprint.gb(part):.0f} GB of {part} in {worst.name} ({worst.footprint.total / GB:.0f})"

@@ -2,7 +2,7 @@
 
 ::
 
-    MetricsWriter ─▶ Board ─┬─▶ Writer (event files)
+    MetricsWriter ─▶ MetricsOutput ─┬─▶ Writer (event files)
                             └─▶ Sinks: a queue and a thread ─▶ wandb, mlflow
 
 Invariants
@@ -149,7 +149,7 @@ class Sinks:
             log.warning(what, cause=why[:300], cure="see metrics.wandb_project and metrics.mlflow_uri")
 
 
-class Board:
+class MetricsOutput:
     """What a `Writer` is, and the sinks beside it; either may be missing."""
 
     def __init__(self, part: str, writer: Writer | None, sinks: Sinks | None) -> None:
@@ -190,7 +190,9 @@ def open_sinks(settings: Metrics, run_dir: Path, config: Mapping[str, Any]) -> S
     return Sinks(makers) if makers else None
 
 
-def open_board(part: str, folder: Path | None, sinks: Sinks | None, without: Collection[str] = ()) -> Board | None:
+def open_output(
+    part: str, folder: Path | None, sinks: Sinks | None, without: Collection[str] = ()
+) -> MetricsOutput | None:
     """`folder` None: no event files. None where there is nothing to write to."""
     writer = Writer(folder / part, without) if folder is not None else None
-    return Board(part, writer, sinks) if writer is not None or sinks is not None else None
+    return MetricsOutput(part, writer, sinks) if writer is not None or sinks is not None else None

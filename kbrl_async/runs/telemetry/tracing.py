@@ -69,12 +69,12 @@ def spans_of(record: Record, reward: float | None = None) -> Span | None:
 
 def _stage(span: StageSpan, frame: Work) -> Span:
     start, end = span.started, max(span.started, span.finished)
-    attributes = {"kbrl.worker": span.worker, **_told(frame)}
+    attributes = {"kbrl.worker": span.worker, **_attributes(frame)}
     steps = () if isinstance(frame, Generation) else tuple(_steps(frame.stages, start, end))
     return Span(span.stage, start, end, attributes, _failed(fault_of(frame)), steps)
 
 
-def _told(frame: Work) -> dict[str, Value]:
+def _attributes(frame: Work) -> dict[str, Value]:
     match frame:
         case Generation():
             return {"kbrl.tokens": len(frame.token_ids), "kbrl.policy_version": frame.policy_version}

@@ -117,7 +117,7 @@ class OpenAIEngine:
             async with asyncio.timeout(min(20.0, self._deadline_s)):
                 status, content, _ = await self._exchange("GET", "models", None)
         except (httpx.HTTPError, TimeoutError, Garbled) as error:
-            cause = f"nothing answers at {self._where}: {_said(error)}"
+            cause = f"nothing answers at {self._where}: {_format_error(error)}"
             raise ConfigError(cause, "Start the server, or correct sampler.base_url") from None
         if status in (401, 403):
             raise self._failure(status, content)
@@ -288,7 +288,7 @@ class OpenAIEngine:
         return endpoint.failure(status, content, self._model, self._where, self._settings.api_key_env)
 
     def _unreachable(self, problem: Exception) -> InfraError:
-        return InfraError(f"{self._where}: {_said(problem)}", "Is the server up, and sampler.base_url right?")
+        return InfraError(f"{self._where}: {_format_error(problem)}", "Is the server up, and sampler.base_url right?")
 
     def _count(self, requests: int = 0, retries: int = 0, failures: int = 0) -> None:
         s = self.spending
@@ -311,7 +311,7 @@ def _origin(base_url: str) -> str:
     return str(url).rstrip("/")
 
 
-def _said(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     if isinstance(error, httpx.ConnectError):
         return f"no connection ({str(error) or 'refused'})"
     if isinstance(error, httpx.TimeoutException | TimeoutError):

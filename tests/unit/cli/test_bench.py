@@ -134,7 +134,7 @@ def test_measuring_ends_with_its_time() -> None:
 
 
 def test_without_a_terminal_progress_is_lines_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    with bench.told(Console(stderr=True)) as tell:
+    with bench.status_line(Console(stderr=True)) as tell:
         tell("first")
         tell("second")
     assert capsys.readouterr().err == "first\n"

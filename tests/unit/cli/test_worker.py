@@ -82,7 +82,7 @@ def test_a_sampler_finds_the_policies_of_a_shared_disk_where_it_looks_and_has_it
 
 
 ANY = "tcp://127.0.0.1:*"
-RUN = agreed.said(load(overrides=["timing_bench.cap_s=0.4"]))
+RUN = agreed.encode(load(overrides=["timing_bench.cap_s=0.4"]))
 
 
 def ask(folder: Path, worker_id: str, keys: ClientKeys | None = None, ring: Keyring | None = None) -> msg.Welcome:
@@ -104,7 +104,7 @@ def test_it_asks_the_broker_for_the_runs_settings_and_leaves(tmp_path: Path) -> 
     keys = client_keys(str(ring.new(Role.BENCH, "host7")))
     answer = ask(tmp_path, "host7.asking.timing_bench.here.1", keys, ring)
     variables = worker.prepare(
-        arguments(tmp_path, "bench", "--connect", "tcp://127.0.0.1:1"), agreed.heard(answer.settings)
+        arguments(tmp_path, "bench", "--connect", "tcp://127.0.0.1:1"), agreed.decode(answer.settings)
     )
     assert load_run(variables["KBRL_RUN_DIR"]).timing_bench.cap_s == 0.4
 
@@ -142,7 +142,7 @@ def test_its_question_names_a_host_that_nobody_knows(monkeypatch: pytest.MonkeyP
 def test_a_flag_that_contradicts_the_run_is_refused(tmp_path: Path) -> None:
     words = ("bench", "--connect", "tcp://127.0.0.1:1", "timing_bench.cap_s=0.2")
     with pytest.raises(ConfigError, match=r"0\.2 here .* and 0\.4 in the run"):
-        worker.prepare(arguments(tmp_path, *words), agreed.heard(RUN))
+        worker.prepare(arguments(tmp_path, *words), agreed.decode(RUN))
 
 
 def test_a_worker_of_another_run_does_not_go_on(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from kbrl_async.kernels.sandbox import Isolation
 from kbrl_async.runs.config import load
 from protocols.messages import BACKENDS
 from protocols.quiet import resources_of
-from services.runtime.capabilities import bench_device, farm_caps, memory_share, said
+from services.runtime.capabilities import bench_device, farm_caps, log_fields, memory_share
 from services.runtime.quiet import shared_resources
 
 
@@ -62,5 +62,5 @@ def test_verifiers_take_gpus_from_the_first_and_benches_behind_them_from_the_las
 
 
 def test_what_a_host_lacks_for_isolation_is_in_the_first_line_of_the_log() -> None:
-    assert said(Isolation("full")) == {"isolation": "full"}
-    assert said(Isolation("reduced", ("landlock",))) == {"isolation": "reduced", "missing": ["landlock"]}
+    assert log_fields(Isolation("full")) == {"isolation": "full"}
+    assert log_fields(Isolation("reduced", ("landlock",))) == {"isolation": "reduced", "missing": ["landlock"]}

@@ -42,7 +42,7 @@ _REFUSED_ATTRIBUTES = frozenset(
 )
 
 
-RULES = syntax.told({*_ROOTS, "kbrl_async.launch"}, _REFUSED_NAMES, _REFUSED_ATTRIBUTES) + (
+RULES = syntax.format_rules({*_ROOTS, "kbrl_async.launch"}, _REFUSED_NAMES, _REFUSED_ATTRIBUTES) + (
     f"Not {', '.join(_REFUSED_MODULES)} either.\n"
 )
 

@@ -30,7 +30,7 @@ _MODULES = frozenset(
 )
 _OS_ALLOWED = frozenset(("environ", "path", "getenv", "makedirs", "cpu_count", "getcwd", "getpid", "sep"))
 RULES = (
-    syntax.told(_MODULES, _FORBIDDEN, _FORBIDDEN_ATTRIBUTES)
+    syntax.format_rules(_MODULES, _FORBIDDEN, _FORBIDDEN_ATTRIBUTES)
     + f"Of os only {', '.join(sorted(_OS_ALLOWED))}. Compiler flags may optimise, warn, define macros and choose "
     "floating-point behaviour; the architecture is chosen for you. "
     "Write one Python file that calls load_inline or load.\n"

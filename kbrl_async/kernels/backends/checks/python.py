@@ -46,7 +46,7 @@ _FORBIDDEN_ATTRIBUTES = frozenset(
 )
 
 
-RULES = syntax.told(_IMPORTS, _FORBIDDEN_NAMES, _FORBIDDEN_ATTRIBUTES)
+RULES = syntax.format_rules(_IMPORTS, _FORBIDDEN_NAMES, _FORBIDDEN_ATTRIBUTES)
 
 
 class PythonHalf(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ EVALUATORS = (
 """Names in modules that a candidate may import which turn text into code: no static check reads annotations."""
 
 
-def told(imports: Iterable[str], names: Iterable[str], attributes: Iterable[str]) -> str:
+def format_rules(imports: Iterable[str], names: Iterable[str], attributes: Iterable[str]) -> str:
     """The rules of `strict` for the Python half in words, for a model: what is refused is what it was told."""
     everywhere = set(names)
     only = sorted(set(attributes) - everywhere)

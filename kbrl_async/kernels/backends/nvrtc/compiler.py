@@ -1,6 +1,6 @@
 """NVRTC through ctypes: CUDA source in, machine code and the kernels' linked names out. No GPU and no driver is needed.
 
-It parses hostile text, so a farm calls it in a confined child (`building.nvrtc_ahead`); a person who uses a won kernel
+It parses hostile text, so a farm calls it in a confined child (`nvrtc.ahead`); a person who uses a won kernel
 has it called in their own process, on demand.
 """
 

@@ -58,7 +58,7 @@ def task_problem(row: Any, number: int, origin: str) -> Problem:
     if not isinstance(level, int):
         raise ProblemError(f"{origin}: level {level!r} is no number", "Write a whole number, or leave it out")
     name = re.sub(r"[^A-Za-z0-9_.-]+", "_", str(row.get("id", number))).strip("_") or str(number)
-    source = _said(row.get("instruction")) + _source(row, origin)
+    source = _comment(row.get("instruction")) + _source(row, origin)
     difficulty = _difficulty(given, origin) if implied is None else (implied - 1) / (LEVELS - 1)
     split = str(row.get("split", "train"))
     return parse_problem(source, f"L{level}/{name}", level=level, origin=origin, difficulty=difficulty, split=split)
@@ -70,7 +70,7 @@ def _level_of(difficulty: Any) -> int | None:
     return difficulty if is_level else None
 
 
-def _said(instruction: Any) -> str:
+def _comment(instruction: Any) -> str:
     """The instruction as a comment on top, where a policy reads it with the problem."""
     lines = str(instruction).strip().splitlines() if instruction else []
     return "".join(f"# {line}".rstrip() + "\n" for line in lines)

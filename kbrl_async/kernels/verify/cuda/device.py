@@ -69,6 +69,8 @@ def reservations_on(device: torch.device) -> Reservations:
 class CudaDevice(Device):
     """See `verify.device`."""
 
+    tools = "gpu-tool"
+
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._health: GpuHealth | None = None

@@ -70,7 +70,7 @@ _ASSERTED = ("device-side assert", "CUDA_ERROR_ASSERT")
 
 
 def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
-    """Entry of the child. `payload` is a device, and orders come later (see `cuda_spares`), or it is the orders; `fds`:
+    """Entry of the child. `payload` is a device, and orders come later (see `prewarmed`), or it is the orders; `fds`:
     the arena of weights, where there are any.
     """
     runner.mute()

@@ -46,10 +46,10 @@ def confined(child: Child, what: str) -> wire.Confined:
 
     :raises NotStarted: it says something else, or nothing.
     """
-    return said(wire.Confined, child, what, CONFINED_S)
+    return receive(wire.Confined, child, what, CONFINED_S)
 
 
-def said(kind: type[_Said], child: Child, what: str, within_s: float) -> _Said:
+def receive(kind: type[_Said], child: Child, what: str, within_s: float) -> _Said:
     """What it says next, before it has met any candidate.
 
     :raises NotStarted: it says something else, or nothing.

@@ -229,7 +229,7 @@ class CudaStopwatch:
         names, session = captured.kernels, self._candidate
         own = session.own_kernels(candidate.source)
         if isinstance(session, ReplaySession) and not own:
-            return proof.of_recorded(session.trace, "cuda")
+            return proof.of_recorded(session.trace, has_times=False)
         if not own:  # `<<<…>>>` without a stream is launched beside any capture: look at what was launched
             return self._launches()
         self._checker.evidence = cuda_proof.evidence(names, own)
@@ -255,7 +255,7 @@ class CudaStopwatch:
         limit, candidate = self._limit_s, self._candidate
         trace = candidate.call(wire.OP_TRACE, 0, limit).trace
         assert trace is not None, "a call that is to be told of is, or is refused"
-        found = proof.of_recorded(trace, "cuda")
+        found = proof.of_recorded(trace, has_times=False)
         if found is not None:
             return found
         self._checker.evidence = proof.evidence(trace)

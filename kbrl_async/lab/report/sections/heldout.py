@@ -93,13 +93,13 @@ def _changes(before: Answers, after: Answers) -> Markup:
     lines = []
     for rate, words in RATES.items():
         found, _ = differences.paired(*(_by_problem(answers, SHARES[rate]) for answers in (before, after)))
-        lines.append(element("tr", element("td", words), element("td", _told(found), class_="n")))
+        lines.append(element("tr", element("td", words), element("td", _format_difference(found), class_="n")))
     words = f"{WORDS} interval; bold: not chance"
     head = element("tr", element("th", "after minus before"), element("th", words, class_="n"))
     return data_table(lines, head)
 
 
-def _told(found: Delta | None) -> Content:
+def _format_difference(found: Delta | None) -> Content:
     if found is None:
         return "–"
     return element("b" if found.is_told else "span", numbers.points(found))

@@ -137,7 +137,7 @@ def test_without_artifacts_torch_keeps_its_loaders() -> None:
         ("def (", "syntax"),
     ],
 )
-def test_tripwires_name_their_rule(text: str, rule: str) -> None:
+def test_static_checks_name_their_rule(text: str, rule: str) -> None:
     report = backend("cuda").check(Candidate(text, "cuda"))
     assert report is not None
     assert report.rule == rule
@@ -152,7 +152,7 @@ def test_tripwires_name_their_rule(text: str, rule: str) -> None:
         _HEAD + "try:\n    import triton\nexcept ImportError:\n    triton = None\n" + _MODEL,
     ],
 )
-def test_legitimate_styles_pass_the_tripwires(text: str) -> None:
+def test_legitimate_styles_pass_the_static_checks(text: str) -> None:
     assert backend("cuda").check(Candidate(text, "cuda")) is None
 
 

@@ -1,4 +1,4 @@
-"""Static tripwires: what they stop, what they let through, and that they execute nothing."""
+"""Static checks: what they stop, what they let through, and that they execute nothing."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_function_must_be_defined(candidate: Make) -> None:
         ("torch.ops.aten.relu(x)", "forbidden_name"),
     ],
 )
-def test_tripwires_fire(candidate: Make, forward: str, rule: str) -> None:
+def test_static_checks_fire(candidate: Make, forward: str, rule: str) -> None:
     report = _refused(candidate(forward=forward))
     assert report is not None
     assert (report.fault, report.rule) == (Fault.STATIC_VIOLATION, rule)
@@ -148,7 +148,7 @@ def test_an_unknown_backend_is_a_config_error() -> None:
     ],
 )
 def test_text_that_becomes_code_is_refused(candidate: Make, line: str, rule: str) -> None:
-    """Annotations are text; what evaluates them would run what no tripwire has read."""
+    """Annotations are text; what evaluates them would run what no static check has read."""
     report = _refused(candidate(replace=("class ModelNew", f"{line}\nclass ModelNew")))
     assert report is not None
     assert (report.fault, report.rule) == (Fault.STATIC_VIOLATION, rule)

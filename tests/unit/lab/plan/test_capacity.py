@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kbrl_async.errors import UserError
-from kbrl_async.lab.plan import AdmissionWindow, RunObservation, StageWork, carried, plan, told, wait_s
+from kbrl_async.lab.plan import AdmissionWindow, RunObservation, StageWork, carried, observation_of, plan, wait_s
 
 TIMES = {"generate": 0.02, "compile": 0.05, "bench": 0.2, "score": 0.001, "train": 0.03}
 ROLLOUTS = 1000
@@ -104,7 +104,7 @@ def test_a_layout_carries_what_its_slowest_stage_does() -> None:
 
 
 def test_times_that_are_only_told_plan_like_measured_ones() -> None:
-    given = plan(told(TIMES, 50), 36_000)
+    given = plan(observation_of(TIMES, 50), 36_000)
     measured = plan(observed(), 36_000)
     assert [r.servers for r in given.resources] == [r.servers for r in measured.resources]
 
@@ -123,4 +123,4 @@ def test_a_plan_without_a_rate_or_headroom_is_refused(rate: float, target: float
 @pytest.mark.parametrize("times", [{"bensch": 1.0}, {"bench": -1.0}, {"bench": math.inf}])
 def test_times_that_are_none_are_refused(times: dict[str, float]) -> None:
     with pytest.raises(UserError):
-        told(times, 8)
+        observation_of(times, 8)

@@ -11,7 +11,7 @@ from kbrl_async import cli
 from kbrl_async.errors import ConfigError
 from kbrl_async.lab import cost
 from kbrl_async.lab.cost import Machine
-from kbrl_async.lab.plan import told
+from kbrl_async.lab.plan import observation_of
 from kbrl_async.runs.config import load
 from kbrl_async.runs.telemetry.system_metrics import SystemSample
 from tests.unit.lab.plan.test_plan_command import run_folder
@@ -34,7 +34,7 @@ def test_a_run_asks_for_its_training_and_its_evaluations() -> None:
 
 
 def test_the_slowest_stage_and_the_limit_of_minutes_make_the_hours() -> None:
-    observed = told({"generate": 0.5, "bench": 1.0, "train": 0.1}, 64)
+    observed = observation_of({"generate": 0.5, "bench": 1.0, "train": 0.1}, 64)
     settings = ["max_steps=10", "eval_samples=0", "max_minutes=null"]
     one, two = (load(overrides=[*settings, f"processes.timing_bench={count}"]) for count in (1, 2))
     assert cost.hours_of(one, observed, 0.8, 0) == pytest.approx(640 / 0.8 / 3600)

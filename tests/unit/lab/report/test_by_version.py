@@ -56,7 +56,7 @@ def test_its_tiles_terminal_page_and_comparison_say_one_sentence(folder: Path, s
     assert said in printed(summary.render(made))
     assert report_page(seen).count(said) >= 2
     sides = comparing.read({"slow": folder})
-    assert said in " ".join(comparing.told(sides))
+    assert said in " ".join(comparing.format_sides(sides))
     assert said in compare_page({"slow": folder}, sides)
 
 

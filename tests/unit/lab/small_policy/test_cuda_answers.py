@@ -74,7 +74,7 @@ def test_the_careful_answer_computes_what_the_module_does(library: ctypes.CDLL, 
 @pytest.mark.parametrize(
     "key", ["L2/02_add_softplus_scale", "L2/10_residual_layer_norm", "L2/20_linear_sigmoid_residual"]
 )
-def test_answers_pass_the_tripwires_and_compile_for_a_gpu(key: str) -> None:
+def test_answers_pass_the_static_checks_and_compile_for_a_gpu(key: str) -> None:
     for habits in STYLES.values():
         source = answer(key, habits)
         assert NvrtcBackend().check(Candidate(source, "cuda-nvrtc")) is None

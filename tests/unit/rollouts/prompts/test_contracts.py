@@ -14,7 +14,7 @@ CONTRACTS = [f"{name} {kind}".strip() for name in backends() for kind in backend
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
-def test_the_example_of_a_contract_is_extracted_recognised_and_passes_the_tripwires(contract: str) -> None:
+def test_the_example_of_a_contract_is_extracted_recognised_and_passes_the_static_checks(contract: str) -> None:
     problem = load_suite()[0]
     prompt = render_prompt("zero_shot", problem, contract)
     assert problem.source in prompt

@@ -6,7 +6,7 @@ import pytest
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.runs.config import KEYS, Config, load
-from kbrl_async.runs.config.agreed import AGREED, differences, follow, heard, said
+from kbrl_async.runs.config.agreed import AGREED, decode, differences, encode, follow
 from kbrl_async.runs.config.loading import gather, resolve
 
 RUN = load(overrides=["timing_bench.cap_s=0.4", "timing_bench.baselines=compile", "backend=cpp"])
@@ -18,7 +18,7 @@ OF_THE_HOST = {
 
 
 def joined(*words: str, service: str = "timing_bench") -> Config:
-    return resolve(follow(gather(overrides=words), service, heard(said(RUN)), "tcp://broker:1"))
+    return resolve(follow(gather(overrides=words), service, decode(encode(RUN)), "tcp://broker:1"))
 
 
 def test_a_worker_gets_the_runs_settings() -> None:
@@ -33,7 +33,7 @@ def test_what_its_own_flags_say_otherwise_is_an_error_that_names_both() -> None:
 
 
 def test_a_model_may_lie_elsewhere_on_another_host() -> None:
-    run = heard(said(load(overrides=["model_name=/models/seven", "lora_rank=8"])))
+    run = decode(encode(load(overrides=["model_name=/models/seven", "lora_rank=8"])))
     offered = resolve(follow([], "sampler", run, "tcp://broker:1"))
     own = resolve(follow(gather(overrides=["model_name=/data/seven"]), "sampler", run, "tcp://broker:1"))
     assert (offered.model_name, offered.lora_rank) == ("/models/seven", 8)
@@ -49,14 +49,14 @@ def test_what_is_not_its_business_is_left_alone() -> None:
 
 
 def test_a_broker_that_says_nothing_changes_nothing() -> None:
-    assert heard("") == heard("no json") == heard('{"settings_of": "another age"}') == {}
+    assert decode("") == decode("no json") == decode('{"settings_of": "another age"}') == {}
     assert resolve(follow(gather(overrides=["backend=cpp"]), "timing_bench", {}, "")).backend == "cpp"
     assert differences(RUN, "timing_bench", "") == []
 
 
 def test_a_running_worker_names_what_another_run_wants_of_it() -> None:
-    assert differences(RUN, "timing_bench", said(RUN)) == []
-    (difference,) = differences(RUN, "compile_farm", said(load(overrides=["backend=c"])))
+    assert differences(RUN, "timing_bench", encode(RUN)) == []
+    (difference,) = differences(RUN, "compile_farm", encode(load(overrides=["backend=c"])))
     assert difference == "backend is cpp here and c in the run"
 
 

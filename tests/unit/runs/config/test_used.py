@@ -67,7 +67,6 @@ OTHERWISE: Mapping[str, str] = {
     "wrapper.device": DEVICE,
     "Order.device": DEVICE,
     "bench_options.device": DEVICE,
-    "of_recorded.device": DEVICE,
     "Setup.device": DEVICE,
     "ensure_small_policy.device": DEVICE,
     "load_model.device": DEVICE,

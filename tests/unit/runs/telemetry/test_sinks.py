@@ -13,7 +13,7 @@ import pytest
 from kbrl_async.errors import MissingTool
 from kbrl_async.runs.settings import Metrics
 from kbrl_async.runs.telemetry import sinks
-from kbrl_async.runs.telemetry.sinks import Board, Mlflow, Sinks, Wandb, open_board, open_sinks
+from kbrl_async.runs.telemetry.sinks import MetricsOutput, Mlflow, Sinks, Wandb, open_output, open_sinks
 
 
 class Kept:
@@ -38,7 +38,7 @@ def test_each_part_goes_out_in_order_and_what_is_not_finite_does_not() -> None:
     kept = Kept()
     made = Sinks([lambda: kept])
     for part, step in (("training", 1), ("system", 30), ("training", 2)):
-        board = open_board(part, None, made)
+        board = open_output(part, None, made)
         assert board is not None
         board.scalars({"reward/mean": 0.5, "loss": float("nan")}, step)
     made.close()
@@ -76,7 +76,7 @@ def test_a_service_that_takes_nothing_holds_nobody_up(monkeypatch: pytest.Monkey
 
 def test_nobody_who_is_not_asked_for_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_sinks(Metrics(), tmp_path, {}) is None
-    assert open_board("training", None, None) is None
+    assert open_output("training", None, None) is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for settings in (Metrics(wandb_project="p"), Metrics(mlflow_uri="sqlite:///x.db")):
         with pytest.raises(MissingTool, match="pip install 'kbrl-async"):
@@ -84,8 +84,8 @@ def test_nobody_who_is_not_asked_for_is_opened(tmp_path: Path, monkeypatch: pyte
 
 
 def test_event_files_are_written_as_before(tmp_path: Path) -> None:
-    board = open_board("training", tmp_path, None)
-    assert isinstance(board, Board)
+    board = open_output("training", tmp_path, None)
+    assert isinstance(board, MetricsOutput)
     board.scalars({"x": 1.0}, 1)
     board.histogram("h", [1.0, 2.0], 1)
     board.close()

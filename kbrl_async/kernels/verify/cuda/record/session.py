@@ -17,6 +17,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -39,9 +40,19 @@ _NAME = "a recorder"
 MAX_SERVED = 256
 _MAX_LEFT = 256 << 20
 _MAX_BYTES = 16 << 20
-_KNOWN, _WAITED_S, _TIMES = 8, 5.0, 10.0
-"""A recording in brief is waited for no longer than so many seconds, and so many times the slowest of the last
-recordings; once that many are known. In training endless loops are common."""
+
+
+class Patience(NamedTuple):
+    """A recording in brief is waited for no longer than `least_s` and `times` the slowest of the last recordings, once
+    `known` of them came. In training endless loops are common.
+    """
+
+    known: int = 8
+    least_s: float = 5.0
+    times: float = 10.0
+
+
+PATIENCE = Patience()
 
 
 def spares_for(zygote: Zygote, limits: Limits, device: str, count: int) -> PrewarmedChildren:
@@ -54,9 +65,16 @@ class Recorders:
     that is being killed may still write into its own for seconds.
     """
 
-    def __init__(self, spares: PrewarmedChildren, device: str, arena_bytes: int, most_served: int = MAX_SERVED) -> None:
+    def __init__(
+        self,
+        spares: PrewarmedChildren,
+        device: str,
+        arena_bytes: int,
+        most_served: int = MAX_SERVED,
+        patience: Patience = PATIENCE,
+    ) -> None:
         """`spares`: as `spares_for` makes them, maybe others' too."""
-        self._device, self._most_served = device, most_served
+        self._device, self._most_served, self._waits = device, most_served, patience
         self.arena = DeviceArena.new(arena_bytes, torch.device(device))
         self._spares = spares
         self._child: Child | None = None
@@ -136,9 +154,9 @@ class Recorders:
         return content
 
     def _patience(self, deadline_s: float) -> float:
-        if len(self._took) < _KNOWN:
+        if len(self._took) < self._waits.known:
             return deadline_s
-        return min(deadline_s, _WAITED_S + _TIMES * max(self._took))
+        return min(deadline_s, self._waits.least_s + self._waits.times * max(self._took))
 
     def _failed(self, why: str) -> bytes:
         self._retire()  # whether it had served others still counts: they may have laid that for this one
@@ -183,7 +201,7 @@ class Recorders:
             self.isolation = Isolation(confined.level, confined.missing)
             with contextlib.suppress(OSError):  # it has ended, and is asked how
                 self._send_arena(child)
-            starting.said(wire.Ready, child, _NAME, _MAP_S)
+            starting.receive(wire.Ready, child, _NAME, _MAP_S)
             self._is_begun = True
         except InfraError:
             self._end()

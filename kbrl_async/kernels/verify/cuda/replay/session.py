@@ -492,10 +492,10 @@ def _count(forward: Forward) -> dict[str, tuple[int, bool]]:
 
 def _digest(forward: Forward) -> str:
     """Of which kernels and operators there are, on what shapes: a tuned kernel may be launched in several ways."""
-    return hashlib.sha256(repr([_told(node) for node in forward.nodes]).encode()).hexdigest()
+    return hashlib.sha256(repr([_identity(node) for node in forward.nodes]).encode()).hexdigest()
 
 
-def _told(node: Any) -> tuple[object, ...]:
+def _identity(node: Any) -> tuple[object, ...]:
     if isinstance(node, Kernel):
         return node.artifact, node.name
     tensors = (*node.tensors, *node.results) if isinstance(node, Operator) else ()

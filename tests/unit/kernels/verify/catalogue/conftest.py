@@ -40,7 +40,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def run(watching: Bench, artifacts: dict[str, Path]) -> Run:
-    """Straight to the bench: what the tripwires would say before is not asked."""
+    """Straight to the bench: what static checks would say before is not asked."""
 
     def judge(source: str, problem: str = PROBLEM, *, timing: bool = False, on: Bench | None = None) -> BenchReport:
         one = Problem("L1/03_catalogue", 1, "catalogue", problem)

@@ -112,11 +112,13 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Recor
     zygotes: list[Zygote] = []
     waiting: list[PrewarmedChildren] = []
 
-    def begin(answer: Answer, mostserved: int = 64) -> tuple[Recorders, Zygote]:
+    def begin(
+        answer: Answer, most_served: int = 64, patience: session.Patience = session.PATIENCE
+    ) -> tuple[Recorders, Zygote]:
         zygote = Zygote(answer)
         zygotes.append(zygote)
         waiting.append(session.spares_for(cast(Any, zygote), Limits(), "cuda:0", 1))
-        made.append(Recorders(waiting[-1], "cuda:0", 1 << 20, mostserved))
+        made.append(Recorders(waiting[-1], "cuda:0", 1 << 20, most_served, patience))
         return made[-1], zygote
 
     yield begin
@@ -133,12 +135,12 @@ def record(recorders: Recorders, deadline_s: float = 5.0, order: wire.RecordForw
 Start = Callable[..., tuple[Recorders, Zygote]]
 
 
-def test_who_is_recorded_in_brief_is_not_waited_for_much_longer_than_others(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session, "_WAITED_S", 0.1)
+def test_who_is_recorded_in_brief_is_not_waited_for_much_longer_than_others(start: Start) -> None:
     last = threading.Event()
-    recorders, _ = start(lambda process: None if process.served > 9 and last.wait(20) else RIGHT)
+    recorders, _ = start(
+        lambda process: None if process.served > 9 and last.wait(20) else RIGHT,
+        patience=session.Patience(least_s=0.1),
+    )
     brief = msgspec.structs.replace(ORDER, is_brief=True)
     assert [record(recorders, order=brief) for _ in range(9)] == [RIGHT] * 9
     began = time.monotonic()
@@ -148,17 +150,16 @@ def test_who_is_recorded_in_brief_is_not_waited_for_much_longer_than_others(
 
 
 @pytest.mark.parametrize(("known", "is_brief"), [(3, True), (9, False)])
-def test_else_the_whole_deadline_is_waited_for(
-    start: Start, monkeypatch: pytest.MonkeyPatch, known: int, is_brief: bool
-) -> None:
-    monkeypatch.setattr(session, "_WAITED_S", 0.0)
-    monkeypatch.setattr(session, "_TIMES", 0.0)
-    recorders, _ = start(lambda process: RIGHT if process.served <= known else time.sleep(0.5) or RIGHT)
+def test_else_the_whole_deadline_is_waited_for(start: Start, known: int, is_brief: bool) -> None:
+    recorders, _ = start(
+        lambda process: RIGHT if process.served <= known else time.sleep(0.5) or RIGHT,
+        patience=session.Patience(least_s=0.0, times=0.0),
+    )
     order = msgspec.structs.replace(ORDER, is_brief=is_brief)
     assert [record(recorders, order=order) for _ in range(known + 1)] == [RIGHT] * (known + 1)
 
 
-def test_one_processserves_many_candidates(start: Start) -> None:
+def test_one_process_serves_many_candidates(start: Start) -> None:
     recorders, zygote = start(lambda process: RIGHT)
     assert [record(recorders) for _ in range(5)] == [RIGHT] * 5
     assert [process.served for process in zygote.processes] == [5]
