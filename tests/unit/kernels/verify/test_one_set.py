@@ -41,6 +41,13 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "logarithms of such": lambda: torch.randn(80, 90).log_softmax(-1),
     "integers": lambda: torch.randint(0, 9, (6000,)),
     "a mask of floats": lambda: (torch.rand(6000) < 0.5).float(),
+    "one-sided, turned": lambda: (torch.rand(91, 73) + 0.01).T,
+    "of both signs, in blocks, turned": lambda: torch.randn(40, 5, 33).permute(2, 0, 1),
+    "negative, in blocks, turned": lambda: -torch.rand(3, 50, 70).transpose(0, 1),
+    "probabilities, turned": lambda: torch.randn(80, 90).softmax(0).T,
+    "logarithms of such, turned": lambda: torch.randn(70, 6, 30).log_softmax(0).permute(1, 2, 0),
+    "symmetric": lambda: (lambda x: x + x.mT)(torch.rand(4, 60, 60)),
+    "a permutation": lambda: torch.randperm(6000),
     "one value": lambda: torch.tensor(0.7),
     "with a NaN": lambda: torch.randn(5000).index_fill(0, torch.tensor([4321]), torch.nan),
 }
