@@ -76,7 +76,7 @@ def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     if not a.is_floating_point() and not a.is_complex():
         return False
-    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+    return torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in (a, b)))
 
 
 def agrees(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> bool:
