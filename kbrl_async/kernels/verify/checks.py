@@ -462,7 +462,7 @@ class Checker:
         if not self._first_answer:
             assert self.session is not None
             if not self.reference.keeps_sets:
-                got = [tensor.cpu() for tensor in got]
+                got = [tensor.to("cpu", copy=True) for tensor in got]
             elif self.session.reads_in_place:  # the next call overwrites it
                 got = [tensor.clone() for tensor in got]
             self._first_answer = got

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.verify import compare, fresh, inputs, pieces, tolerance
+from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.compare import Tolerance
 from kbrl_async.kernels.verify.fresh import Pool, SecretWeights, blend, structure_of
 from kbrl_async.kernels.verify.known import Redrawn, outlines
+from kbrl_async.kernels.verify.session import CandidateFault
 from kbrl_async.kernels.verify.sets import SetMaker
 
 CHUNK = 1 << 12
@@ -239,3 +243,18 @@ def test_the_first_rows_are_those_of_the_whole(shape: tuple[int, ...], count: in
         if tensor.shape[-1]:
             wanted = tensor.reshape(-1, tensor.shape[-1])[:count]
             assert torch.equal(pieces.first_rows(tensor, count), wanted)
+
+
+@pytest.mark.parametrize("keeps_sets", [True, False])
+@pytest.mark.parametrize("by", [0.0, 1e-7])
+def test_an_answer_that_the_next_call_overwrites_is_kept_for_the_same_inputs(keeps_sets: bool, by: float) -> None:
+    """A replayed candidate's outputs are read in place: compared with themselves they never differ."""
+    checker = Checker.__new__(Checker)
+    checker._first_answer = []
+    checker.session, checker.reference = Mock(reads_in_place=True), Mock(keeps_sets=keeps_sets)
+    place = torch.full((100,), 0.5)
+    checker._refuse_other_bits([place])
+    place.fill_(torch.nan)  # poisoned, and written once more
+    place.fill_(0.5 + by)
+    with pytest.raises(CandidateFault, match="differ in bits") if by else contextlib.nullcontext():
+        checker._refuse_other_bits([place])
