@@ -24,7 +24,7 @@ import torch
 
 from kbrl_async.kernels.verify.inputs import is_continuous, sums_to_one
 from kbrl_async.kernels.verify.known import Draws, Redrawn
-from kbrl_async.kernels.verify.pieces import bounds, first_rows, pieces, row_sums
+from kbrl_async.kernels.verify.pieces import bounds, first_rows, pieces, row_sums, slices
 
 Structure = Literal["fixed", "whole", "turned", "each"]
 """All draws the same · one draw, or a mixture, as it is · the same with its dimensions turned · element by element."""
@@ -105,7 +105,7 @@ def _are_many_distinct(row: torch.Tensor) -> bool:
 
 
 def _between(row: torch.Tensor, begin: float, end: float) -> torch.Tensor:
-    wide = (part.double() for part in row.split(CHUNK))
+    wide = (part.double() for part in slices(row, CHUNK))
     return torch.cat([part[(part >= begin) & (part < end)] for part in wide])
 
 
