@@ -310,8 +310,8 @@ class CudaStopwatch:
                 if compare.difference(a, b, tolerance).wrong == 0:
                     return True
                 # sorting takes several times their memory: first whether the least and the largest may be the same
-                ends = (torch.stack(one.aminmax()) for one in (a, b))
-                is_near = compare.difference(*ends, tolerance).wrong == 0
+                ends = [torch.stack(one.aminmax()) for one in (a, b)]
+                is_near = compare.difference(ends[0], ends[1], tolerance).wrong == 0
                 if is_near and compare.difference(a.sort()[0], b.sort()[0], tolerance).wrong == 0:
                     return True
         return False
