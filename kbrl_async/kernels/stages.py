@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 
 from protocols.records import Fault, StageReport
@@ -66,8 +66,25 @@ class StageClock:
             yield
         finally:
             seconds = self._now() - begun
-            self._parts[name] = self._parts.get(name, 0.0) + seconds
+            self._add(name, seconds)
             _spent(name, seconds)
+
+    @contextlib.contextmanager
+    def hears(self, names: Mapping[str, str]) -> Iterator[None]:
+        """Spans in here of these names are parts of the stage that goes on, under the names that they stand for."""
+        heard: dict[str, float] = {}
+        token = spans.set(heard)
+        try:
+            yield
+        finally:
+            spans.reset(token)
+            for name, seconds in heard.items():
+                _spent(name, seconds)
+                if name in names:
+                    self._add(names[name], seconds)
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._parts[name] = self._parts.get(name, 0.0) + seconds
 
     def ends(self, name: str, fault: Fault = Fault.OK, detail: str = "") -> None:
         mark = self._now()

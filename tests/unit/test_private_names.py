@@ -28,12 +28,14 @@ REMAINING: dict[str, tuple[int, str]] = {
     "tests/unit/kernels/verify/record/test_recorders.py": (1, RECORDERS),
     "tests/unit/kernels/verify/record/test_second_recorders.py": (37, RECORDERS),
     "tests/unit/kernels/verify/test_cuda_parts.py": (19, FORWARDS),
+    "tests/unit/kernels/verify/test_large.py": (2, "a secret draw: what is in memory when one is made"),
     "tests/unit/kernels/verify/test_no_memory.py": (1, RECORDERS),
-    "tests/unit/kernels/verify/test_one_set.py": (26, FORWARDS),
+    "tests/unit/kernels/verify/test_one_set.py": (35, FORWARDS),
     "tests/unit/kernels/verify/test_reservations.py": (4, FORWARDS),
     "tests/unit/kernels/verify/test_shared_arenas.py": (5, FORWARDS),
     "tests/unit/kernels/verify/test_spared.py": (4, FORWARDS),
     "tests/unit/kernels/verify/test_starting.py": (3, FORWARDS),
+    "tests/unit/kernels/verify/test_whole_temporaries.py": (13, FORWARDS),
 }
 """How many, and why there."""
 

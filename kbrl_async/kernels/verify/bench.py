@@ -28,7 +28,7 @@ from kbrl_async.kernels.verify.device import Device, device_of
 from kbrl_async.kernels.verify.doubts import settled
 from kbrl_async.kernels.verify.family import Family
 from kbrl_async.kernels.verify.floor import Floor
-from kbrl_async.kernels.verify.hoarding import NoMemory, is_hoarder, is_out_of_memory
+from kbrl_async.kernels.verify.hoarding import WAITED, NoMemory, is_hoarder, is_out_of_memory
 from kbrl_async.kernels.verify.memory import Surplus
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, Watch, no_tick, options_for_interpreter
 from kbrl_async.kernels.verify.reference import Reference
@@ -42,6 +42,9 @@ from protocols.records import BenchReport, Candidate, Fault, Problem, Strictness
 
 _TRIES = 3
 """Of one candidate, where the device has no memory left: between two of them all that is kept is given back."""
+
+_OF_A_REFERENCE = {f"a reference's {part}": f"its {part}" for part in ("process", "draws", "sets")} | {WAITED: WAITED}
+"""Spans, and what they are in the detail of the stage `reference`."""
 
 
 def zygote_for(device: str, backend: str = "c") -> Zygote:
@@ -146,7 +149,7 @@ class Bench:
                 except NoMemory:
                     if not left:
                         raise
-                with clock.part("until there is memory"):  # by now nobody holds the frames of what failed
+                with clock.part(WAITED):  # by now nobody holds the frames of what failed
                     self.references.give_way(tick)
                 clock.forget(0)
         timed = None if timed is None else msgspec.structs.replace(timed, ratios=())
@@ -179,7 +182,8 @@ class Bench:
         group: str,
     ) -> tuple[Family, Verdict, Timing | None]:
         """:raises NoMemory: nothing is wrong with the candidate, nor with its reference."""
-        family = self._family(problem, tick)
+        with clock.hears(_OF_A_REFERENCE):
+            family = self._family(problem, tick)
         clock.ends("reference")
         equal = family.timings.get((group, candidate.source)) if timing and group else None
         timing = timing and equal is None

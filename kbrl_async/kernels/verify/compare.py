@@ -13,7 +13,7 @@ import torch
 
 from kbrl_async.kernels.verify import fused
 from kbrl_async.kernels.verify.fused import Counted
-from kbrl_async.kernels.verify.pieces import pieces
+from kbrl_async.kernels.verify.pieces import pieces, slices
 from kbrl_async.kernels.verify.tolerance import HALF, Tolerance, base, largest_error, output_scale, tolerance
 
 __all__ = [
@@ -49,7 +49,7 @@ class Difference(msgspec.Struct, frozen=True):
 def kernelbench(got: torch.Tensor, expected: torch.Tensor) -> bool:
     """KernelBench's own verdict on two tensors of one shape and dtype, reported beside ours."""
     if not expected.is_floating_point():
-        return torch.equal(got, expected)
+        return _are_equal(got, expected)
     figure = base(expected.dtype)
     if (counted := _counted(got, expected, Tolerance(figure, figure))) is not None:
         return counted.wrong == 0 == counted.nans
@@ -67,18 +67,22 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(_are_same(one.to(other.device), other) for one, other in pieces(a, b))
 
 
+def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and all(torch.equal(*both) for both in pieces(a, b))
+
+
 def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if torch.equal(a, b):
         return True
     if not a.is_floating_point() and not a.is_complex():
         return False
-    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+    return torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in (a, b)))
 
 
 def agrees(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> bool:
     """Whether `difference` surely finds nothing wrong, in half as many passes over memory; False says nothing."""
     if allowed.exact or not expected.is_floating_point() or expected.numel() == 0:
-        return torch.equal(got, expected)
+        return _are_equal(got, expected)
     if (counted := _counted(got, expected, allowed)) is not None:
         return counted.wrong == 0
     return all(_agree(_wide_enough(a), _wide_enough(b), allowed) for a, b in pieces(got, expected))
@@ -96,7 +100,7 @@ def difference(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) ->
         return Difference(0, 0, 0.0, 0.0)
     if (counted := _counted(got, expected, allowed)) is not None:
         return difference_of(counted, got, expected, allowed)
-    if total > CHUNK and got.is_contiguous() and expected.is_contiguous():
+    if total > CHUNK:
         return _in_chunks(got, expected, allowed)
     return _of_all(got, expected, allowed)
 
@@ -106,7 +110,7 @@ def is_all(block: torch.Tensor, byte: int) -> bool:
     way = fused.of(block.device)
     if way is not None and (found := way.is_all(block, byte)) is not None:
         return found
-    return bool((block == byte).all())
+    return all(bool((part == byte).all()) for (part,) in pieces(block))
 
 
 def is_roughly(got: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -116,20 +120,11 @@ def is_roughly(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 def far_apart(got: torch.Tensor, wanted: torch.Tensor) -> int:
     if not got.is_floating_point():
-        return int((got != wanted).sum())
-    pairs = list(_chunks(got, wanted))
+        return sum(int((a != b).sum()) for a, b in pieces(got, wanted))
+    pairs = list(pieces(got, wanted))
     scale = sum(float(b.float().abs().nan_to_num(posinf=0.0).sum()) for _, b in pairs) / max(1, wanted.numel())
     near = (torch.isclose(a.float(), b.float(), rtol=0.05, atol=0.05 * scale, equal_nan=True) for a, b in pairs)
     return sum(int((~close).sum()) for close in near)
-
-
-def _chunks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of both: whoever compares has as little memory as the candidate's process leaves it."""
-    if not (a.is_contiguous() and b.is_contiguous()):
-        return iter([(a, b)])
-    begins = range(0, a.numel(), CHUNK)
-    one, other = a.view(-1), b.view(-1)
-    return ((one[begin : begin + CHUNK], other[begin : begin + CHUNK]) for begin in begins)
 
 
 def _counted(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Counted | None:
@@ -149,10 +144,12 @@ def difference_of(counted: Counted, got: torch.Tensor, expected: torch.Tensor, a
 
 def _in_chunks(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference:
     """The same, with intermediate results of a chunk in memory and not of all."""
-    begins = range(0, expected.numel(), CHUNK)
-    one, other = got.view(-1), expected.view(-1)
-    found = [_of_all(one[begin : begin + CHUNK], other[begin : begin + CHUNK], allowed) for begin in begins]
-    begin, worst = max(zip(begins, found, strict=True), key=lambda part: _badness(part[1]))
+    found: list[Difference] = []
+    begins = [0]
+    for one, other in _flat_chunks(got, expected):
+        found.append(_of_all(one, other, allowed))
+        begins.append(begins[-1] + one.numel())
+    begin, worst = max(zip(begins, found, strict=False), key=lambda part: _badness(part[1]))
     place = torch.unravel_index(torch.tensor(begin + worst.where[0]), expected.shape) if worst.where else ()
     return msgspec.structs.replace(
         worst,
@@ -161,6 +158,14 @@ def _in_chunks(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) ->
         where=tuple(map(int, place)),
         nans=sum(part.nans for part in found),
     )
+
+
+def _flat_chunks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """In the order of their elements; what lies otherwise is copied chunk by chunk."""
+    if a.is_contiguous() and b.is_contiguous():
+        a, b = a.view(-1), b.view(-1)
+    both = zip(slices(a, CHUNK), slices(b, CHUNK), strict=True)
+    return ((one.reshape(-1), other.reshape(-1)) for one, other in both)
 
 
 def _badness(found: Difference) -> tuple[bool, int, float]:

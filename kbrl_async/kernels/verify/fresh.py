@@ -15,15 +15,16 @@ symmetric, sorted), only what keeps that is done.
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal
 
 import torch
 
 from kbrl_async.kernels.verify.inputs import is_continuous, sums_to_one
 from kbrl_async.kernels.verify.known import Draws, Redrawn
-from kbrl_async.kernels.verify.pieces import pieces
+from kbrl_async.kernels.verify.pieces import bounds, first_rows, pieces, row_sums, slices
 
 Structure = Literal["fixed", "whole", "turned", "each"]
 """All draws the same · one draw, or a mixture, as it is · the same with its dimensions turned · element by element."""
@@ -54,12 +55,8 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and all(torch.equal(*both) for both in pieces(one, other))
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])[:_SAMPLE]
-
-
 def _is_sorted(tensor: torch.Tensor) -> bool:
-    rows = _rows(tensor)
+    rows = first_rows(tensor, _SAMPLE)
     if rows.shape[-1] <= 2 or rows.dtype is torch.bool:
         return False
     step = max(1, CHUNK // max(1, rows.shape[0]))
@@ -79,13 +76,37 @@ def _is_symmetric(tensor: torch.Tensor) -> bool:
 
 def _have_one_sum(tensors: Sequence[torch.Tensor]) -> bool:
     """One-hot rows, permutations, a fixed number of ones a row."""
-    sums = [_rows(tensor).double().sum(-1) for tensor in tensors]
+    sums = [row_sums(first_rows(tensor, _SAMPLE), torch.Tensor.double) for tensor in tensors]
     return tensors[0].shape[-1] > 1 and all(bool((each == sums[0][0]).all()) for each in sums)
 
 
 def _is_distinct(tensor: torch.Tensor) -> bool:
-    rows = _rows(tensor).double().sort(-1).values
-    return rows.shape[-1] > 3 and bool((rows[:, 1:] != rows[:, :-1]).all())
+    rows = first_rows(tensor, _SAMPLE)
+    if rows.shape[-1] <= 3:
+        return False
+    if rows.numel() <= CHUNK:
+        return _are_distinct(rows)
+    return all(_are_distinct(row[:CHUNK]) and (row.numel() <= CHUNK or _are_many_distinct(row)) for row in rows)
+
+
+def _are_distinct(rows: torch.Tensor) -> bool:
+    found = rows.double().sort(-1).values
+    return bool((found[..., 1:] != found[..., :-1]).all())
+
+
+def _are_many_distinct(row: torch.Tensor) -> bool:
+    """By ranges of values, as sorting all takes several times its memory."""
+    least, most = bounds(row)
+    if not math.isfinite(most - least):
+        return _are_distinct(row)
+    count = -(-row.numel() // CHUNK)
+    edges = [least + (most - least) * number / count for number in range(count)] + [math.inf]
+    return all(_are_distinct(_between(row, *both)) for both in itertools.pairwise(edges))
+
+
+def _between(row: torch.Tensor, begin: float, end: float) -> torch.Tensor:
+    wide = (part.double() for part in slices(row, CHUNK))
+    return torch.cat([part[(part >= begin) & (part < end)] for part in wide])
 
 
 class SecretWeights:
@@ -116,7 +137,7 @@ def blend(
     rng: random.Random,
 ) -> None:
     """Write values from the first two into the third, which may be one of them. All are of one shape and layout, dense
-    in some order; the first may lie on the host.
+    in some order; the first may lie on the host. Where it is the third, and is turned, that takes a copy of it.
     """
     a, b, out = three
     if structure == "each":
@@ -132,6 +153,11 @@ def blend(
         shifts = [rng.randrange(size) for size in a.shape]
         if _is_square(a):
             shifts[-1] = shifts[-2]
+        if a.data_ptr() != out.data_ptr():
+            share = rng.uniform(0.2, 0.8) if is_number else 0.0
+            for x, y, target in _turned(a, shifts, b, out):
+                torch.lerp(x.to(out.device), y, share, out=target) if is_number else target.copy_(x)
+            return
         a = a.roll(shifts, tuple(range(a.dim())))
     if structure != "fixed" and is_number:
         share = rng.uniform(0.2, 0.8)
@@ -141,13 +167,32 @@ def blend(
         out.copy_(a)
 
 
+def _turned(
+    a: torch.Tensor, shifts: Sequence[int], b: torch.Tensor, out: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Parts of all three, in which the first has its dimensions turned by `shifts`."""
+    size = a.shape[0]
+    inner = a.numel() // max(1, size)
+    if a.dim() > 1 and inner > CHUNK:
+        for number in range(size):
+            yield from _turned(a[(number - shifts[0]) % size], shifts[1:], b[number], out[number])
+        return
+    step = max(1, CHUNK // max(1, inner))
+    for begin in range(0, size, step):
+        part = slice(begin, min(begin + step, size))
+        places = torch.arange(part.start, part.stop, device=a.device).sub_(shifts[0]).remainder_(size)
+        found = a.index_select(0, places)
+        yield found.roll(tuple(shifts[1:]), tuple(range(1, a.dim()))) if a.dim() > 1 else found, b[part], out[part]
+
+
 def _is_square(tensor: torch.Tensor) -> bool:
     return tensor.dim() >= 2 and tensor.shape[-1] == tensor.shape[-2]
 
 
 def _copy(blocks: Sequence[torch.Tensor], to: Sequence[torch.Tensor]) -> None:
     for block, place in zip(blocks, to, strict=True):
-        place.copy_(block)
+        if place.data_ptr() != block.data_ptr():
+            place.copy_(block)
 
 
 class Pool:
@@ -194,20 +239,22 @@ class Pool:
     def _mix_lent(
         self, draws: Redrawn, outs: list[list[torch.Tensor]], first: int, second: int, rng: random.Random
     ) -> None:
-        """The first draw waits where the mixture goes, unless the second will be lent just there."""
+        """The first draw waits where the mixture goes, unless the second will be lent just there: else on the host.
+        That may be a candidate's slot, whose process stands still. What of its work on the device went on could read
+        there is half of what it is given next, from draws whose sets it is given as they are: nothing that it lacks.
+        """
         given = draws.lent(first)
         lent = {block.data_ptr() for block in given}
-        target = next((out for out in outs if not any(block.data_ptr() in lent for block in out)), None)
-        if target is None:
-            target = outs[0]
+        waits = next((out for out in outs if not any(block.data_ptr() in lent for block in out)), None)
+        if waits is None:
             given = [block.to("cpu", copy=True) for block in given]
         else:
-            _copy(given, target)
-            given = target
-        self._blend(given, draws.lent(second), target, rng)
-        for other in outs:
-            if other is not target:
-                _copy(target, other)
+            _copy(given, waits)
+            given = waits
+        mixed = draws.lent(second)
+        self._blend(given, mixed, mixed, rng)  # and not into the first, which `blend` would have to copy
+        for out in outs:
+            _copy(mixed, out)
 
     def _blend(
         self, first: list[torch.Tensor], second: list[torch.Tensor], out: list[torch.Tensor], rng: random.Random

@@ -16,6 +16,9 @@ _FAIR = 2
 _OUT_OF_MEMORY = 2
 _WORDS = ("out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
+WAITED = "until there is memory"
+"""A span, and the part of a stage."""
+
 
 class NoMemory(InfraError):  # noqa: N818 - an answer as long as memory can be given back
     """The device has none left for us: others have it, or what is kept from earlier candidates."""

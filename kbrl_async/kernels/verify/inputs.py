@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from kbrl_async.kernels.problems.declared import Domain
-from kbrl_async.kernels.verify.pieces import CHUNK, ends, in_order, pieces
+from kbrl_async.kernels.verify.pieces import CHUNK, ends, first_rows, in_order, pieces, row_sums
 
 _SAMPLE = 1 << 16
 _NEAR_ZERO = 1e-2
@@ -194,7 +194,12 @@ def _is_any(tensor: torch.Tensor, than: Callable[[torch.Tensor, int], torch.Tens
 
 def _quantile(tensor: torch.Tensor, share: float, are_magnitudes: bool = False) -> torch.Tensor:
     """Of a sample that is enough to tell many values from few; stays on the device."""
-    sample = tensor.flatten()[:: max(1, tensor.numel() // _SAMPLE)].float()
+    step = max(1, tensor.numel() // _SAMPLE)
+    if tensor.is_contiguous():
+        sample = tensor.view(-1)[::step].float()
+    else:  # flattened, it would be copied
+        places = torch.arange(0, tensor.numel(), step, device=tensor.device)
+        sample = tensor[torch.unravel_index(places, tensor.shape)].float()
     sample = sample.abs() if are_magnitudes else sample
     return sample.sort().values[int(share * (sample.numel() - 1))]
 
@@ -215,7 +220,7 @@ def _grade(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_distribution(tensor: torch.Tensor) -> bool:
     """Rows that are probabilities, or their logarithms: no scale and no shape of ours keeps that."""
-    return sums_to_one(tensor) or (_are_no_more(tensor) and sums_to_one(_first_rows(tensor).exp()))
+    return sums_to_one(tensor) or (_are_no_more(tensor) and sums_to_one(tensor, lambda part: part.exp().float()))
 
 
 def _are_no_more(tensor: torch.Tensor) -> bool:
@@ -223,16 +228,12 @@ def _are_no_more(tensor: torch.Tensor) -> bool:
     return all(bool((part <= 0).all()) for (part,) in pieces(tensor))
 
 
-def _first_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])[:_ROWS] if tensor.dim() else tensor
-
-
-def sums_to_one(tensor: torch.Tensor) -> bool:
+def sums_to_one(tensor: torch.Tensor, widened: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float) -> bool:
     """Rows that are distributions: only mixtures keep that."""
     if tensor.dim() == 0 or tensor.shape[-1] < 2:
         return False
-    rows = _first_rows(tensor).float().sum(-1)
-    return bool(((rows - 1).abs() < 1e-2).all())
+    sums = row_sums(first_rows(tensor, _ROWS), widened)
+    return bool(((sums - 1).abs() < 1e-2).all())
 
 
 def moved(tensors: list[torch.Tensor], rng: random.Random, coarse: bool = False) -> list[torch.Tensor]:

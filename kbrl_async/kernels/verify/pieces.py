@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -11,12 +12,15 @@ CHUNK = 1 << 24
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same parts of tensors of one shape and one layout, as they lie in memory, as flat views; all at once where
-    they have gaps, or lie otherwise. For what is done to each element alone.
+    """The same parts of tensors of one shape, as flat views in the order of their memory; where they have gaps, or lie
+    in several ways, as `slices`. For what is done to each element alone.
     """
     first = tensors[0]
-    if first.numel() <= CHUNK or not _is_dense(first) or any(one.stride() != first.stride() for one in tensors):
+    if first.numel() <= CHUNK:
         yield tensors
+        return
+    if not _is_dense(first) or any(one.stride() != first.stride() for one in tensors):
+        yield from zip(*(slices(one) for one in tensors), strict=True)
         return
     flat = [one.as_strided((one.numel(),), (1,)) for one in tensors]
     for begin in range(0, first.numel(), CHUNK):
@@ -25,13 +29,53 @@ def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 def in_order(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Parts of one tensor in the order of its elements, for numbers that are drawn one after the other."""
-    return (part for (part,) in pieces(tensor)) if tensor.is_contiguous() else iter([tensor])
+    return (part for (part,) in pieces(tensor)) if tensor.is_contiguous() else slices(tensor)
+
+
+def slices(tensor: torch.Tensor, most: int = 0) -> Iterator[torch.Tensor]:
+    """Views of at most `most` elements, by default `CHUNK`, in the order of elements, however they lie in memory."""
+    most = most or CHUNK
+    if tensor.numel() <= most:
+        yield tensor
+        return
+    inner = tensor.numel() // tensor.shape[0]
+    if inner > most:
+        for one in tensor:
+            yield from slices(one, most)
+        return
+    step = most // inner
+    for begin in range(0, tensor.shape[0], step):
+        yield tensor[begin : begin + step]
+
+
+def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The first `count` of its rows, which lie along the last dimension. `reshape` of all of it would be a copy of all
+    where it does not lie in the order of its elements.
+    """
+    while tensor.dim() > 2 and tensor.numel() and math.prod(tensor.shape[1:-1]) >= count:
+        tensor = tensor[0]
+    if tensor.dim() > 2 and tensor.numel():
+        tensor = tensor[: -(-count // math.prod(tensor.shape[1:-1]))]
+    return tensor.reshape(-1, tensor.shape[-1])[:count]
+
+
+def row_sums(rows: torch.Tensor, widened: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Of a matrix, after each element was `widened`."""
+    step = max(1, CHUNK // max(1, rows.shape[0]))
+    begins = range(0, max(1, rows.shape[1]), step)
+    return torch.stack([widened(rows[:, begin : begin + step]).sum(-1) for begin in begins]).sum(0)
 
 
 def ends(tensor: torch.Tensor) -> tuple[float, float]:
     """The least and the largest magnitude; NaN where there is one."""
     found = [torch.stack(part.abs().aminmax()) for (part,) in pieces(tensor)]
     both = torch.stack(found)
+    return float(both[:, 0].amin()), float(both[:, 1].amax())
+
+
+def bounds(tensor: torch.Tensor) -> tuple[float, float]:
+    """The least and the largest value; NaN where there is one."""
+    both = torch.stack([torch.stack(part.double().aminmax()) for (part,) in pieces(tensor)])
     return float(both[:, 0].amin()), float(both[:, 1].amax())
 
 

@@ -68,7 +68,10 @@ class Reference:
         self._share, self._inputs = share or ReferenceChild(problem), inputs
         first = self._share.first
         self.seed: int = rng.getrandbits(31) if first is None else first.seed
+        self.sets: list[InputSet] = []
         self._rehearsals: list[InputSet] = []
+        self.examples: list[torch.Tensor] = []
+        self.wanted: list[torch.Tensor] = []
         self._replays = CpuReplays(options)
         self.needed = 0
         """Bytes at the peak of a verification, as predicted."""
@@ -95,7 +98,8 @@ class Reference:
             self.weights_fd = memory_file("weights")
             self._draw_fd = memory_file("draws")
             fds = (self.weights_fd, self._draw_fd)
-            session = Session(zygote, setup, fds, options.limits, options.reference_deadline_s)
+            with span("a reference's process"):
+                session = Session(zygote, setup, fds, options.limits, options.reference_deadline_s)
             undo.callback(session.close)
             seal(self.weights_fd)
             undo.pop_all()
@@ -211,8 +215,9 @@ class Reference:
         while len(self._rehearsals) <= number:
             seed, first = self._rng.getrandbits(31), self.sets[0]
 
-            def make(seed: int = seed) -> Held:
-                return self.held(self._redraw(seed))
+            def make(seed: int = seed, mutated: bool = first.mutated) -> Held:
+                blocks = self._redraw(seed)
+                return self.held(self.own(blocks) if mutated else blocks)
 
             known = make() if self.keeps_sets else AskedSet(self._recent, make)
             self._rehearsals.append(InputSet("rehearsal", known, first.tolerances, first.mutated))
@@ -251,7 +256,8 @@ class Reference:
         return [values.flat(tensor) for tensor in tensors]
 
     def _prepare(self) -> None:
-        self._recent, self.keeps_sets, self.widens = Recent(), True, True
+        self._forget()
+        self.keeps_sets = self.widens = True
         with span("a reference's draws"):
             draws = self._draws()
             self._attach_own(draws)
@@ -263,22 +269,32 @@ class Reference:
         with span("a reference's sets"):
             kinds = kinds_for(self.examples)
             tick = forecast(self.tick, self.problem.problem_id, len(kinds), lambda: self.keeps_sets)
-            self.sets: list[InputSet] = maker.make(draws, self.pool, self._redraw, tick, self._planned)
+            self.sets = maker.make(draws, self.pool, self._redraw, tick, self._planned)
         self.reference_s, self.out_tree, self.kinds = maker.reference_s, maker.out_tree, maker.kinds
         self.strides, self.aliases, self.wanted = maker.strides, maker.aliases, maker.wanted
         self.declared = maker.declared
         self._rehearsals = []
 
+    def _forget(self) -> None:
+        """The secrets of before: with those that are made next they would be in memory twice."""
+        self.sets, self._rehearsals, self._recent = [], [], Recent()
+        self.examples = outlines(self.examples)
+        with contextlib.suppress(AttributeError):  # at first there is none
+            del self.pool
+
     def _draws(self) -> Draws:
-        """Secret draws; of inputs so large that not all can be kept, two that are drawn again when they are needed."""
+        """Secret draws; of inputs so large that not all can be kept, two that are drawn again when they are needed.
+        Nothing is drawn to know how large they are where that is known: the arena is there already, beside which a draw
+        that may be kept gets memory of its own.
+        """
         seeds = [self._rng.getrandbits(31) for _ in range(max(2, self._options.pool))]
         self.tick()
-        first = self._draw(seeds[0])
-        self._planned([])
+        first = None if self.examples else self._draw(seeds[0])
+        self._planned(self.wanted)
         if not self.keeps_sets:
             self.examples = outlines(self.examples)
             return Redrawn(seeds[:2], self._draw, self._lend)
-        return [first, *self._more_draws(seeds[1:])]
+        return [self._draw(seeds[0]) if first is None else first, *self._more_draws(seeds[1:])]
 
     def _more_draws(self, seeds: list[int]) -> Draws:
         draws = []

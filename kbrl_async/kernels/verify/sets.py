@@ -28,7 +28,7 @@ from kbrl_async.kernels.verify import compare, inputs, values, wire
 from kbrl_async.kernels.verify.fresh import Pool, like
 from kbrl_async.kernels.verify.known import AskedSet, Draws, Held, Known, Recent, Redrawn, outlines
 from kbrl_async.kernels.verify.options import Tick, no_tick
-from kbrl_async.kernels.verify.pieces import pieces
+from kbrl_async.kernels.verify.pieces import bounds, pieces
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Judged, Session
 from kbrl_async.kernels.verify.tolerance import FP8_SUM, HALF, HONEST_FACTOR, eased, is_noise, relative_of
 
@@ -175,9 +175,9 @@ class SetMaker:
 
     def _refuse_outside(self, draw: list[torch.Tensor]) -> None:
         for number, (least, most) in self._domains.items():
-            low, high = torch.aminmax(draw[number].double()) if draw[number].numel() else (least, most)
-            if float(low) < least or float(high) > most:
-                text = f"get_inputs of {self._problem_id} gives {float(low):.4g} … {float(high):.4g} as tensor {number}"
+            low, high = bounds(draw[number]) if draw[number].numel() else (least, most)
+            if low < least or high > most:
+                text = f"get_inputs of {self._problem_id} gives {low:.4g} … {high:.4g} as tensor {number}"
                 raise ProblemError(f"{text}, and INPUT_DOMAINS promises {least} … {most}", "Mend one of the two")
 
     def _repeated(self) -> InputSet:

@@ -18,6 +18,7 @@ import torch
 from kbrl_async.errors import InfraError, MissingTool
 from kbrl_async.kernels.backends import preloads
 from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import fused
 from kbrl_async.kernels.verify.cuda.health import GpuHealth
 from kbrl_async.kernels.verify.cuda.passes import Passes
@@ -26,7 +27,7 @@ from kbrl_async.kernels.verify.cuda.reference import CudaReference, DoesNotFit, 
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
 from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory, Unreplayable
 from kbrl_async.kernels.verify.device import Device
-from kbrl_async.kernels.verify.hoarding import Crowded, NoMemory
+from kbrl_async.kernels.verify.hoarding import WAITED, Crowded, NoMemory
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.reservations import Other, Reservations
@@ -177,7 +178,8 @@ class CudaDevice(Device):
             if failed and has_run_out:
                 raise self._for_want_of_memory(*failed)
             has_run_out = has_run_out or failed is not None
-            self.wait_for(wanted, tick)
+            with span(WAITED):
+                self.wait_for(wanted, tick)
 
     def _for_want_of_memory(self, cause: str, cure: str) -> DoesNotFit | NoMemory:
         """Whose it is, once all that was ours is given back."""

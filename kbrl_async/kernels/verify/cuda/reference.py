@@ -118,10 +118,9 @@ class CudaReference(Reference):
         setup = wire.Setup(self.problem.source, "Model", self.seed, device=options.device)
         with span("a reference's process"):
             session = CudaSession(zygote, setup, (), options.limits, options.reference_deadline_s, self._homes)
-        metas = [*session.ready.init_tensors, *(meta for _, meta in session.ready.weights)]
-        if metas:
+            metas = [*session.ready.init_tensors, *(meta for _, meta in session.ready.weights)]
             try:
-                self._weights = session.fetch(metas, options.reference_deadline_s)
+                self._weights = session.fetch(metas, options.reference_deadline_s) if metas else None
             except BaseException:
                 session.close()
                 raise

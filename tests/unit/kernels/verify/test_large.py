@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.stages import spans
 from kbrl_async.kernels.verify import Bench, bench_options, wire
 from kbrl_async.kernels.verify import session as sessions
 from kbrl_async.kernels.verify.checks import Checker
@@ -128,6 +130,42 @@ def test_the_peak_grows_with_what_is_kept() -> None:
     assert sizes.asked < sizes.kept(draws=4, slots=3)
     assert sizes.are_kept(10**6, 4, 3)
     assert not sizes.are_kept(2 * sizes.asked, 4, 3)
+
+
+def test_new_secrets_are_made_when_those_of_before_are_gone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both at once would be twice what was planned."""
+    reference = bench.references.get(PROBLEM).references[0]
+    assert isinstance(reference.pool.draws, list)
+    known = [
+        weakref.ref(block) for one in (*reference.pool.draws, *(s.blocks for s in reference.sets)) for block in one
+    ]
+    left: list[int] = []
+    draw = Reference._draw
+
+    def noted(self: Reference, seed: int) -> list[torch.Tensor]:
+        left.append(sum(one() is not None for one in known))
+        return draw(self, seed)
+
+    monkeypatch.setattr(Reference, "_draw", noted)
+    reference.refresh()
+    assert len(known) > 4
+    assert left[0] == 0
+
+
+def test_what_making_a_reference_takes_is_told_by_its_parts(
+    bench: Bench, compile_raw: Callable[[str], dict[str, Path]]
+) -> None:
+    heard: dict[str, float] = {}
+    token = spans.set(heard)
+    try:
+        made, again = (judge(bench, RIGHT, compile_raw).stages[0] for _ in range(2))
+    finally:
+        spans.reset(token)
+    parts = dict(part.rsplit(" ", 2)[:2] for part in made.detail.split("; "))
+    assert set(parts) == {"its process", "its draws", "its sets"}
+    assert sum(map(float, parts.values())) == pytest.approx(made.seconds, abs=0.1)
+    assert (again.name, again.detail) == ("reference", "")
+    assert heard["a reference's sets"] == pytest.approx(float(parts["its sets"]), abs=0.01), "others hear it, too"
 
 
 LATE = """

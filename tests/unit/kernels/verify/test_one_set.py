@@ -20,6 +20,7 @@ from kbrl_async.kernels.verify.cuda.runner import CudaRunner
 from kbrl_async.kernels.verify.cuda.session import CudaSession, place_outputs
 from kbrl_async.kernels.verify.fresh import Pool, SecretWeights, blend, structure_of
 from kbrl_async.kernels.verify.known import Recent, Redrawn, Sizes, outlines
+from kbrl_async.kernels.verify.options import no_tick
 from kbrl_async.kernels.verify.session import ForwardOutcome
 from kbrl_async.kernels.verify.sets import SetMaker
 from tests.unit.kernels.verify import whole_sets
@@ -41,6 +42,13 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "logarithms of such": lambda: torch.randn(80, 90).log_softmax(-1),
     "integers": lambda: torch.randint(0, 9, (6000,)),
     "a mask of floats": lambda: (torch.rand(6000) < 0.5).float(),
+    "one-sided, turned": lambda: (torch.rand(91, 73) + 0.01).T,
+    "of both signs, in blocks, turned": lambda: torch.randn(40, 5, 33).permute(2, 0, 1),
+    "negative, in blocks, turned": lambda: -torch.rand(3, 50, 70).transpose(0, 1),
+    "probabilities, turned": lambda: torch.randn(80, 90).softmax(0).T,
+    "logarithms of such, turned": lambda: torch.randn(70, 6, 30).log_softmax(0).permute(1, 2, 0),
+    "symmetric": lambda: (lambda x: x + x.mT)(torch.rand(4, 60, 60)),
+    "a permutation": lambda: torch.randperm(6000),
     "one value": lambda: torch.tensor(0.7),
     "with a NaN": lambda: torch.randn(5000).index_fill(0, torch.tensor([4321]), torch.nan),
 }
@@ -373,3 +381,40 @@ def test_who_writes_to_its_inputs_leaves_the_bench_its_own() -> None:
     first, *_ = maker.make(draws, pool, reference._redraw, plan=lambda outputs, mutated: (False, False))
     assert first.mutated
     assert torch.equal(first.blocks[0] * 2 + 1, first.expected[0])
+
+
+def test_inputs_for_a_recording_are_those_that_were_answered() -> None:
+    """Of a reference that writes to its inputs, what was lent is something else after its answer."""
+    session = Here(lambda: [torch.rand(300)], lambda x: x.mul_(2) + 1)
+    reference = reference_of(session)
+    draws = Redrawn([1, 2], reference._draw, reference._lend)
+    maker = SetMaker(reference, "L1/1", random.Random(2))
+    pool = Pool(draws, reference.examples, random.Random(1))
+    reference.sets = maker.make(draws, pool, reference._redraw, plan=lambda outputs, mutated: (False, False))
+    reference._rehearsals, reference._rng = [], random.Random(3)
+    found = reference.rehearsal(0)
+    assert torch.equal(found.blocks[0] * 2 + 1, found.expected[0])
+
+
+# ── new secrets ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_new_secrets_of_what_is_not_kept_are_drawn_in_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How large they are is known: a draw beside it would be a third time the inputs."""
+    session = Here(lambda: [torch.rand(300)], torch.relu)
+    reference = reference_of(session)
+    asked: list[list[torch.Tensor]] = []
+
+    def planned(self: CudaReference, outputs: list[torch.Tensor], mutated: bool = False) -> tuple[bool, bool]:
+        asked.append(outputs)
+        self.keeps_sets = False
+        return False, False
+
+    monkeypatch.setattr(CudaReference, "_planned", planned)
+    reference._options = SimpleNamespace(reference_deadline_s=1.0, pool=4)  # type: ignore[assignment]
+    reference._rng, reference.tick, reference.keeps_sets = random.Random(3), no_tick, True
+    reference.wanted = outlines([torch.rand(300)])
+    draws = reference._draws()  # `Here` has no memory for a draw but its arena
+    assert isinstance(draws, Redrawn)
+    assert asked == [reference.wanted]
+    assert draws.lent(0)[0].data_ptr() == session.slots[0][0].data_ptr()

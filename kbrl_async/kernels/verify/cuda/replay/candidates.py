@@ -20,7 +20,7 @@ from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.sandbox import Limits, Zygote
 from kbrl_async.kernels.stages import span, tally
-from kbrl_async.kernels.verify import validation, values, wire
+from kbrl_async.kernels.verify import compare, validation, values, wire
 from kbrl_async.kernels.verify.cuda.record.session import MAX_SERVED, Recorders, spares_for
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, ShortOfMemory, Unreplayable
@@ -64,7 +64,7 @@ def _is_alike(content: bytes, arena: torch.Tensor, other: _Written) -> bool:
         tally("recorded otherwise")
         return False
     stretches = zip(other.recording.image, other.image, strict=True)
-    if not all(torch.equal(arena[begin:end], kept) for (begin, end), kept in stretches):
+    if not all(compare.same_values(arena[begin:end], kept) for (begin, end), kept in stretches):
         tally("recorded with other bytes that last")
         return False
     return True
