@@ -8,7 +8,7 @@ The tolerance of an element is the largest of
 * four times the error of an honest implementation in the same dtype: how far the reference itself is from its fp64 run,
   and how far it moves when its inputs move by one rounding error (a sum in another order does as much).
 
-Where a variation of ours is worse conditioned inside than what the problem draws, eight times that: see `eased`.
+Where a variation of ours is worse conditioned inside than what the problem draws, sixteen times that: see `eased`.
 
 Where {0, 1} inputs give integers that fp64 confirms, an output must be equal to the last bit: a product that was
 rounded to a narrower type on the way shows there.
@@ -24,7 +24,7 @@ from kbrl_async.kernels.verify.pieces import CHUNK, pieces
 
 HALF = (torch.float16, torch.bfloat16)
 HONEST_FACTOR = 4.0
-_WORSE, _EASE = 4.0, 8.0
+_WORSE, _EASE = 4.0, 16.0
 _UNITS = 2.0
 """In the last place of a narrow output: one rounding of the result, one of what it is made of."""
 FP8_SUM = 2.0**-13
@@ -127,6 +127,8 @@ def eased(found: Tolerance, expected: torch.Tensor, usual: float, moved: float) 
     inputs are as the problem draws them that stays far below the floor. A hundredth of them behind a bias, and then a
     normalisation, has a mean of sixty deviations: the loop's error is above four times the reference's there, and
     above the floor. So an honest error that is more than four times the usual one is no measure of another kernel's.
+    Of what is allowed before, such loops needed in 12 draws each up to 3.7 times over 1,024 elements, 9 over 4,096, 11
+    over 7,744 and 17 over 16,384.
 
     Only where it is made inside. Scores of a softmax that are ten times as large, or the sine of a large number, make
     more of any rounding error, the inputs' own as well: four times what those make is what another order of a sum makes

@@ -127,27 +127,6 @@ def get_inputs():
 def get_init_inputs():
     return []
 """
-LAYER_NORM = """
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-
-    def forward(self, x):
-        return F.layer_norm(x * 3.0 + 30.0, (1024,))
-
-
-def get_inputs():
-    return [torch.randn(24, 1024)]
-
-
-def get_init_inputs():
-    return []
-"""
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -162,12 +141,6 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: torch.T
     return (shares / added_up(shares)) @ v
 
 
-def layer_norm(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:
-    y = x * 3.0 + 30.0
-    y = y - added_up(y) / y.shape[-1]
-    return y * (added_up(y * y) / y.shape[-1] + eps).rsqrt()
-
-
 CASES = {
     "attention, scores of 16 bits": (
         (ATTENTION, (320, 64)),
@@ -175,7 +148,6 @@ CASES = {
         attention,
     ),
     "sine, inputs of 16 bits": ((SINE, (160, 1024)), lambda x: torch.sin(rounded(x)), torch.sin),
-    "norm behind a bias, eps 1.2e-5": ((LAYER_NORM, (24, 1024)), lambda x: layer_norm(x, 1.2e-5), layer_norm),
 }
 """Problem and the inputs' shape, a wrong kernel, an honest one."""
 
@@ -206,7 +178,7 @@ def allowed(uncut: float) -> Tolerance:
     ("uncut", "usual", "moved", "dtype", "honest"),
     [
         (6e-5, 2e-5, 0.0, torch.float32, 6e-5),
-        (6e-5, 1e-6, 1e-6, torch.float32, 8 * 6e-5),
+        (6e-5, 1e-6, 1e-6, torch.float32, 16 * 6e-5),
         (6e-5, 1e-6, 5e-6, torch.float32, 6e-5),
         (6e-5, 1e-6, 0.0, torch.bfloat16, 6e-5),
         (4e-3, 1e-6, 0.0, torch.float32, 1e-2),
