@@ -22,7 +22,8 @@ reference needs inside of forward, and a candidate beyond what is listed, is not
 | compared, by parts; the output before waits on the host | got O | A | arena I + O, outputs 3 O |
 
 Where the reference writes to its inputs, and on a CPU, the bench has I of its own in the last two as well. An fp64 run
-takes inputs and outputs in fp64, and A room for these outputs; a second one, where a tolerance is eased, its outputs too.
+takes inputs and outputs in fp64, and A room for these outputs; a second one, where a tolerance is eased, its outputs
+too.
 """
 
 from __future__ import annotations
