@@ -100,8 +100,10 @@ async def test_a_window_opens_when_the_holders_rest_is_over_and_not_at_the_next_
         await until(lambda: len(learner.steps) > 2)
         await hold(bench, LENGTH_S)
         with patch.object(quiet, "REPEAT_S", 60.0):
-            await hold(bench, LENGTH_S)
+            window, begin, end = await hold(bench, LENGTH_S)
         learner.is_over = True
+        assert window.missing == ()
+        assert learner.stepped_between(begin, end) == 0
 
 
 @scenario

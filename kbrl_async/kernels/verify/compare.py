@@ -13,7 +13,7 @@ import torch
 
 from kbrl_async.kernels.verify import fused
 from kbrl_async.kernels.verify.fused import Counted
-from kbrl_async.kernels.verify.pieces import pieces, slices
+from kbrl_async.kernels.verify.pieces import CHUNK, are_equal, pieces, slices
 from kbrl_async.kernels.verify.tolerance import HALF, Tolerance, base, largest_error, output_scale, tolerance
 
 __all__ = [
@@ -29,8 +29,6 @@ __all__ = [
 
 _FAR_SHARE = 0.01
 _LARGEST = torch.finfo(torch.float32).max
-CHUNK = 1 << 24
-"""Elements: above, a comparison goes by parts, because its intermediate results take five times as much memory."""
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -49,7 +47,7 @@ class Difference(msgspec.Struct, frozen=True):
 def kernelbench(got: torch.Tensor, expected: torch.Tensor) -> bool:
     """KernelBench's own verdict on two tensors of one shape and dtype, reported beside ours."""
     if not expected.is_floating_point():
-        return _are_equal(got, expected)
+        return are_equal(got, expected)
     figure = base(expected.dtype)
     if (counted := _counted(got, expected, Tolerance(figure, figure))) is not None:
         return counted.wrong == 0 == counted.nans
@@ -67,10 +65,6 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(_are_same(one.to(other.device), other) for one, other in pieces(a, b))
 
 
-def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and all(torch.equal(*both) for both in pieces(a, b))
-
-
 def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if torch.equal(a, b):
         return True
@@ -82,7 +76,7 @@ def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def agrees(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> bool:
     """Whether `difference` surely finds nothing wrong, in half as many passes over memory; False says nothing."""
     if allowed.exact or not expected.is_floating_point() or expected.numel() == 0:
-        return _are_equal(got, expected)
+        return are_equal(got, expected)
     if (counted := _counted(got, expected, allowed)) is not None:
         return counted.wrong == 0
     return all(_agree(_wide_enough(a), _wide_enough(b), allowed) for a, b in pieces(got, expected))

@@ -24,7 +24,7 @@ import torch
 
 from kbrl_async.kernels.verify.inputs import is_continuous, sums_to_one
 from kbrl_async.kernels.verify.known import Draws, Redrawn
-from kbrl_async.kernels.verify.pieces import bounds, first_rows, pieces, row_sums, slices
+from kbrl_async.kernels.verify.pieces import are_equal, bounds, first_rows, pieces, row_sums, slices
 
 Structure = Literal["fixed", "whole", "turned", "each"]
 """All draws the same · one draw, or a mixture, as it is · the same with its dimensions turned · element by element."""
@@ -36,7 +36,7 @@ _SAMPLE = 64
 def structure_of(tensors: Sequence[torch.Tensor]) -> Structure:
     """What all these draws of one input have in common."""
     first = tensors[0]
-    if all(_are_equal(first, other) for other in tensors[1:]):
+    if all(are_equal(first, other) for other in tensors[1:]):
         return "fixed"
     if first.dim() == 0 or first.is_complex() or (first.is_floating_point() and first.dtype.itemsize == 1):
         return "whole"
@@ -49,10 +49,6 @@ def structure_of(tensors: Sequence[torch.Tensor]) -> Structure:
     if not is_continuous(first) and (_have_one_sum(tensors) or all(map(_is_distinct, tensors))):
         return "turned"
     return "each"
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and all(torch.equal(*both) for both in pieces(one, other))
 
 
 def _is_sorted(tensor: torch.Tensor) -> bool:
@@ -153,12 +149,12 @@ def blend(
         shifts = [rng.randrange(size) for size in a.shape]
         if _is_square(a):
             shifts[-1] = shifts[-2]
-        if a.data_ptr() != out.data_ptr():
-            share = rng.uniform(0.2, 0.8) if is_number else 0.0
-            for x, y, target in _turned(a, shifts, b, out):
-                torch.lerp(x.to(out.device), y, share, out=target) if is_number else target.copy_(x)
-            return
-        a = a.roll(shifts, tuple(range(a.dim())))
+        if a.data_ptr() == out.data_ptr():  # a part is read elsewhere than it is written
+            a = a.clone()
+        share = rng.uniform(0.2, 0.8) if is_number else 0.0
+        for x, y, target in _turned(a, shifts, b, out):
+            torch.lerp(x.to(out.device), y, share, out=target) if is_number else target.copy_(x)
+        return
     if structure != "fixed" and is_number:
         share = rng.uniform(0.2, 0.8)
         for x, y, target in pieces(a, b, out):

@@ -66,16 +66,23 @@ def row_sums(rows: torch.Tensor, widened: Callable[[torch.Tensor], torch.Tensor]
     return torch.stack([widened(rows[:, begin : begin + step]).sum(-1) for begin in begins]).sum(0)
 
 
+def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of one shape, and equal at each place: NaN is not."""
+    return one.shape == other.shape and all(torch.equal(*both) for both in pieces(one, other))
+
+
 def ends(tensor: torch.Tensor) -> tuple[float, float]:
     """The least and the largest magnitude; NaN where there is one."""
-    found = [torch.stack(part.abs().aminmax()) for (part,) in pieces(tensor)]
-    both = torch.stack(found)
-    return float(both[:, 0].amin()), float(both[:, 1].amax())
+    return _extremes(tensor, torch.Tensor.abs)
 
 
 def bounds(tensor: torch.Tensor) -> tuple[float, float]:
     """The least and the largest value; NaN where there is one."""
-    both = torch.stack([torch.stack(part.double().aminmax()) for (part,) in pieces(tensor)])
+    return _extremes(tensor, torch.Tensor.double)
+
+
+def _extremes(tensor: torch.Tensor, of: Callable[[torch.Tensor], torch.Tensor]) -> tuple[float, float]:
+    both = torch.stack([torch.stack(of(part).aminmax()) for (part,) in pieces(tensor)])
     return float(both[:, 0].amin()), float(both[:, 1].amax())
 
 

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from kbrl_async.kernels.verify import fused
-from kbrl_async.kernels.verify.pieces import CHUNK, pieces
+from kbrl_async.kernels.verify.pieces import pieces
 
 HALF = (torch.float16, torch.bfloat16)
 HONEST_FACTOR = 4.0
@@ -186,9 +186,8 @@ def largest_error(expected: torch.Tensor, other: torch.Tensor | None) -> float:
     way = fused.of(expected.device)
     if way is not None and (found := way.furthest(expected, other)) is not None:
         return found
-    one, two = expected.reshape(-1), other.reshape(-1)
     most = 0.0
-    for begin in range(0, one.numel(), CHUNK):
-        error = (one[begin : begin + CHUNK].double() - two[begin : begin + CHUNK].double()).abs_()
+    for one, two in pieces(expected, other):
+        error = (one.double() - two.double()).abs_()
         most = max(most, float(torch.nan_to_num(error, nan=0.0, posinf=0.0).max()))
     return most

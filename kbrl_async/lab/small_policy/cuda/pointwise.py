@@ -44,7 +44,8 @@ def _by_four(spec: Elementwise, author: Author, bound: str, put: str) -> list[st
     second = ["float4 q = *(const float4 *)(b + i);"] if spec.second else []
     parts = ", ".join(f"f(p.{k}, q.{k})" if spec.second else f"f(p.{k})" for k in "xyzw")
     # What is left after a wrong bound is nobody's: were it the loop's, each thread would walk through half of `n`.
-    whole, rest = author.slip("bound", "i + 3 < n|else", "i + 3 < n / 2|else if (i + 3 >= n)").split("|")
+    whole = author.slip("bound", right := "i + 3 < n", "i + 3 < n / 2")
+    rest = "else" if whole == right else "else if (i + 3 >= n)"
     return [
         ITEM,
         "i = 4 * i;",

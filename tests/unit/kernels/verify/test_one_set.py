@@ -320,7 +320,6 @@ def large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small beside the inputs here, as they are beside those of problems that are large."""
     for module in (pieces, inputs, fresh, compare):
         monkeypatch.setattr(module, "CHUNK", 1 << 13)
-    monkeypatch.setattr("kbrl_async.kernels.verify.tolerance.CHUNK", 1 << 13)
     monkeypatch.setattr(fresh, "_SLACK", 1 << 10)
     monkeypatch.setattr(inputs, "_SAMPLE", 1 << 12)
     monkeypatch.setattr("kbrl_async.kernels.verify.sets._FEW", 1 << 12)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kbrl_async.errors import ProblemError
-from kbrl_async.kernels.verify import compare, fresh, inputs, pieces, tolerance
+from kbrl_async.kernels.verify import compare, fresh, inputs, pieces
 from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.compare import Tolerance
 from kbrl_async.kernels.verify.fresh import Pool, SecretWeights, blend, structure_of
@@ -31,7 +31,7 @@ CLOSE = Tolerance(1e-4, 1e-4)
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (pieces, inputs, fresh, compare, tolerance):
+    for module in (pieces, inputs, fresh, compare):
         monkeypatch.setattr(module, "CHUNK", CHUNK)
     monkeypatch.setattr(inputs, "_SAMPLE", 1 << 10)
     monkeypatch.setattr(fresh, "_SLACK", 1 << 10)
