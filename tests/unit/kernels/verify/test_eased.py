@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -38,6 +38,14 @@ def get_init_inputs():
     return []
 """
 EPS = 1e-5
+
+
+@pytest.fixture
+def bench(zygote: Zygote) -> Iterator[Bench]:
+    """One draw: of others a few leave the loop right without more room, too."""
+    options = bench_options(TimingBench(), limits=Limits(memory_bytes=1 << 30, scratch_bytes=4 << 20))
+    with contextlib.closing(Bench(zygote, options, random.Random(1))) as made:
+        yield made
 
 
 def added_up(rows: torch.Tensor) -> torch.Tensor:
