@@ -244,7 +244,7 @@ class CudaDevice(Device):
             return True
         held = max(kept, reservations.held - self._arenas)
         if reservations.is_concern(held + self._arenas) and (others := reservations.others):
-            is_asked = held > self.kept_share * reservations.total or any(other.wanted for other in others)
+            is_asked = held > self.kept_share * reservations.whole or any(other.wanted for other in others)
             if kept and is_asked:
                 return False
             if is_asked:
