@@ -17,8 +17,8 @@ from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.funnel import Judge
 from kbrl_async.kernels.sandbox import Isolation
-from kbrl_async.kernels.timing import roofline
-from kbrl_async.kernels.timing.cuda import clocks
+from kbrl_async.kernels.timing.device import timed_device
+from kbrl_async.kernels.timing.peaks import peaks_of
 from kbrl_async.runs.telemetry.logs import bound
 from protocols.messages import Stage, Task
 from protocols.records import BenchReport, Fault, Purpose, RolloutRequest
@@ -43,16 +43,16 @@ class Benching:
             sanitize_share=0.0 if place.is_verifier and settings.timed else settings.sanitize_share,
             baselines=[] if place.is_verifier else settings.baselines,
             quiet=self._quiet,
-            probe=lambda: roofline.peaks_of(place.device, place.cache, place.hardware, again=True),
+            probe=lambda: peaks_of(place.device, place.cache, place.hardware, again=True),
         )
         self._thread = ThreadPoolExecutor(1)
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Benching:
-        settings, device = self._service.config.timing_bench, self._place.device
+        device, mode = timed_device(self._place.device), self._service.config.timing_bench.clocks
         with contextlib.ExitStack() as opening:
             if not self._place.is_verifier:
-                opening.enter_context(clocks.held(settings.clocks, device, self._service.run_dir / "locks"))
+                opening.enter_context(device.held_clocks(mode, self._service.run_dir / "locks"))
             opening.enter_context(self._judge)
             self._open = opening.pop_all()
         return self

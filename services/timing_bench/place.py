@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.kernels.timing import Recipe, resolution
-from kbrl_async.kernels.timing.cpu.host import hardware_of
+from kbrl_async.kernels.timing.device import hardware_of
 from kbrl_async.kernels.timing.turns import DeviceTurns
 from kbrl_async.kernels.verify import BenchOptions, bench_options
 from kbrl_async.kernels.verify.options import ALONE_SHARE

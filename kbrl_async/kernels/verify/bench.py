@@ -86,7 +86,7 @@ class Bench:
         self.quiet = quiet
         """Entered around each measurement, by a bench that shares its device: a quiet window."""
         self.probe = probe
-        """Measures the host's peaks, see `timing.roofline.peaks_of`: before the first timing where none are known, and
+        """Measures the host's peaks, see `timing.peaks.peaks_of`: before the first timing where none are known, and
         once more before a time is called impossible. Called in a quiet window: others' work would lower them, and
         fast kernels would seem impossible.
         """
