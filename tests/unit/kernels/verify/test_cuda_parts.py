@@ -18,7 +18,8 @@ from kbrl_async.kernels.verify.cuda import arena, capture, device
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.capture import CapturedForwards
 from kbrl_async.kernels.verify.cuda.reference import MAX_BATCH, plan
-from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, stretches_of
+from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
+from kbrl_async.kernels.verify.cuda.replay.stretches import stretches_of
 from kbrl_async.kernels.verify.cuda.runner import begin_gradients
 from kbrl_async.kernels.verify.cuda.session import place_outputs
 from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch, without_chance
