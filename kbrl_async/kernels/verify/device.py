@@ -159,7 +159,10 @@ class Device:
     def prove(
         self, checker: Checker, candidate: Candidate, options: BenchOptions, rng: random.Random, tick: Tick
     ) -> None:
-        """Whether the candidate's own kernels make its outputs; sets the checker's fault."""
+        """Before it is timed: whether the candidate's own kernels make its outputs; sets the checker's fault."""
+
+    def prove_last(self, checker: Checker) -> None:
+        """The same, where that asks for calls after which it is no use any more."""
 
     def ended(self, fault: CandidateFault, pid: int, zygote: Zygote) -> None:
         """After a candidate with a fault: is everything still as it should be?

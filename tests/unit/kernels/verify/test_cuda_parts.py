@@ -7,7 +7,7 @@ import subprocess
 import sys
 import types
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -17,11 +17,12 @@ from kbrl_async.kernels.verify.cpu.trace import BEFORE
 from kbrl_async.kernels.verify.cuda import arena, capture, device
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.capture import CapturedForwards
+from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels, without_chance
 from kbrl_async.kernels.verify.cuda.reference import MAX_BATCH, plan
-from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, stretches_of
+from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
+from kbrl_async.kernels.verify.cuda.replay.stretches import stretches_of
 from kbrl_async.kernels.verify.cuda.runner import begin_gradients
 from kbrl_async.kernels.verify.cuda.session import place_outputs
-from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch, without_chance
 from kbrl_async.kernels.verify.proof import Finding
 from kbrl_async.kernels.verify.wire import Captured, TensorMeta, Trace
 from protocols.records import Candidate
@@ -140,12 +141,11 @@ def test_what_own_kernels_wrote_before_is_of_other_inputs_when_they_are_left_out
 def judged_by_share(lefts: list[float], wholes: list[float] | None = None) -> Finding | None:
     """Of a kernel whose forward takes 100 µs whole, and this without own kernels, each time that it is looked at."""
     wholes = wholes or [100_000.0] * len(lefts)
-    stopwatch = cast(Any, CudaStopwatch.__new__(CudaStopwatch))
-    stopwatch._candidate, stopwatch._checker = Mock(), Mock()
-    stopwatch._candidate.own_kernels.return_value = ["own"]
-    stopwatch._without = lambda own: (wholes.pop(0), lefts.pop(0), False, "")
-    captured = Captured(0, {"own": 1, "library": 1})
-    return cast("Finding | None", stopwatch._own_kernels(captured, Candidate("", "triton")))
+    sides = Mock()
+    sides.candidate.own_kernels.return_value = ["own"]
+    kernels = CapturedKernels(Mock(), sides)
+    with patch.object(kernels, "without", lambda own: (wholes.pop(0), lefts.pop(0), False, "")):
+        return kernels.finding(Captured(0, {"own": 1, "library": 1}), Candidate("", "triton"))
 
 
 def test_times_that_others_made_longer_accuse_nobody() -> None:
@@ -179,18 +179,16 @@ def test_parts_of_an_answer_that_lie_side_by_side_are_found_as_one() -> None:
 
 def test_inputs_that_a_forward_changes_are_drawn_again_before_it_runs_without_own_kernels() -> None:
     """Timed forwards have changed them; the answer then is another than the one that is expected."""
-    stopwatch, drawn = cast(Any, CudaStopwatch.__new__(CudaStopwatch)), list[str]()
+    sides, drawn = Mock(nominal=Mock(mutated=True, degenerate=False), limit_s=1.0), list[str]()
     session = cast(Any, ReplaySession.__new__(ReplaySession))
     session._host, session.poison = Mock(), lambda: None
     session._least = lambda is_muted, deadline_s: drawn.append("timed") or 9.0
     session.run = lambda *given, **named: drawn.append("run")
     session.outputs, session.answered = lambda *given: [], lambda is_answer: ""
     session._host.timed.return_value = 1.0
-    stopwatch._candidate, stopwatch._checker, stopwatch._limit_s = session, Mock(), 1.0
-    stopwatch._nominal = Mock(mutated=True, degenerate=False)
-    stopwatch._fill = lambda slots: drawn.append("drawn")
-    stopwatch._expected_of_slot_0 = list
-    stopwatch._without(["own"])
+    sides.candidate, sides.fill = session, lambda slots: drawn.append("drawn")
+    sides.reference.call.return_value.tensors = []
+    CapturedKernels(Mock(), sides).without(["own"])
     assert drawn == ["drawn", "timed", "timed", "drawn", "run"]
 
 

@@ -11,6 +11,7 @@ from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.funnel.build import artifact_paths
 from kbrl_async.kernels.verify import Bench
 from kbrl_async.kernels.verify.checks import Checker
+from kbrl_async.kernels.verify.cpu.own_kernels import OwnKernels
 from protocols.records import BenchReport, Candidate, Fault, Problem, Verdict
 from tests.candidates import affine, elementwise
 
@@ -22,14 +23,14 @@ Judge = Callable[..., tuple[BenchReport, str, int]]
 @pytest.fixture
 def judge(bench: Bench, builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Judge:
     """A report, what was said of its input sets, and how many proofs were asked for."""
-    proofs: list[Checker] = []
-    honest = Checker.prove
+    proofs: list[OwnKernels] = []
+    honest = OwnKernels.prove
 
-    def counted(self: Checker) -> None:
+    def counted(self: OwnKernels) -> None:
         proofs.append(self)
         honest(self)
 
-    monkeypatch.setattr(Checker, "prove", counted)
+    monkeypatch.setattr(OwnKernels, "prove", counted)
 
     def run(candidate: Candidate, verified: BenchReport | None = None) -> tuple[BenchReport, str, int]:
         built = builder.build(candidate, PROBLEM)

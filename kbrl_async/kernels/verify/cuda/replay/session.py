@@ -15,15 +15,11 @@ calls.
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import math
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,25 +30,30 @@ from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.replay import orders
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Image
+from kbrl_async.kernels.verify.cuda.replay.stretches import (
+    POISON,
+    Span,
+    Stretches,
+    complement,
+    joined,
+    stretches_of,
+    touches,
+)
 from kbrl_async.kernels.verify.cuda.session import TimedCall
-from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Operator, Recording
+from kbrl_async.kernels.verify.recording import Memcpy, Operator, Recording, counted, digest
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
 from kbrl_async.kernels.verify.validation import overlap, span
 from protocols.records import REPLAYED, Fault
 
-POISON = 0x7F
 _GAPS = 32
 """A gap between two inputs is at most so many times the alignment."""
 _LARGE, _PAGE, _PAGES = 1 << 20, 2 << 20, 3
 _ORDERS = 2
-_SMALL = _GAPS * ALIGNMENT
-"""Stretches up to this many bytes are poisoned all at once."""
 _TELLS_NS = 1e6
 _MOST_STRETCHES = 64
 _BATCHED = "forward over one input also writes the outputs of another: one call did the work of several"
 _STRAY = "forward writes to memory that is neither its output nor its own: an index or a pointer is wrong"
 _KEPT = "an output returned earlier was overwritten by a later call: allocate a new output in each call"
-Span = tuple[int, int]
 
 
 def place_inputs(
@@ -102,8 +103,8 @@ class ReplaySession:
         """Its recorder had served others, who may have spoilt it: what counts against it is found out once more."""
         self._host, self._recording, self._inputs, self._rng = host, recording, inputs, rng
         self.isolation: Isolation = host.isolation
-        self.kernels = _count(recording.forwards[0])
-        self.plan = _digest(recording.forwards[0])
+        self.kernels = counted(recording.forwards[0])
+        self.plan = digest(recording.forwards[0])
         self._image = [recorded_in.raw[begin:end].clone() for begin, end in recording.image]
         self._outputs = [[_plain(meta) for meta in forward.outputs] for forward in recording.forwards]
         taken = [*recording.image, *(span(meta) for slot in inputs for meta in slot)]
@@ -159,15 +160,15 @@ class ReplaySession:
     def _see(self) -> None:
         raw: torch.Tensor = self._arena.raw
         self.slots = [[values.flat(self._arena.view(meta)) for meta in slot] for slot in self._inputs]
-        self._poisoned: dict[int | None, _Stretches] = {None: _Stretches(raw, self._rest)}
+        self._poisoned: dict[int | None, Stretches] = {None: Stretches(raw, self._rest)}
         self._seen = [[self._arena.view(meta) for meta in slot] for slot in self._outputs]
         self._restored = [raw[begin:end] for begin, end in self._recording.image]
 
     def _shared_outputs(self) -> CandidateFault | None:
         """Outputs of two calls in one place, or in memory that lasts: the later call overwrites the earlier's."""
         inputs = [span(meta) for slot in self._inputs for meta in slot]
-        own = [[one for one in map(span, slot) if not _touches(one, inputs)] for slot in self._outputs]
-        kept = any(_touches(one, self._recording.image) for slot in own for one in slot)
+        own = [[one for one in map(span, slot) if not touches(one, inputs)] for slot in self._outputs]
+        kept = any(touches(one, self._recording.image) for slot in own for one in slot)
         if kept or overlap(one for slot in own for one in joined(slot)):
             return CandidateFault(Fault.INCORRECT, _KEPT, "output_overwritten", self)
         return None
@@ -183,7 +184,7 @@ class ReplaySession:
         if slots not in self._poisoned:
             others = [span(meta) for slot in self._outputs[slots:] for meta in slot]
             rest = complement([*self._taken, *others], self._recording.used)
-            self._poisoned[slots] = _Stretches(self._arena.raw, rest)
+            self._poisoned[slots] = Stretches(self._arena.raw, rest)
         self._poisoned[slots].poison()
         if self._image:
             torch._foreach_copy_(self._restored, self._image)
@@ -402,107 +403,6 @@ class ReplaySession:
         return False
 
 
-class _Stretches:
-    """Memory that is poisoned together."""
-
-    def __init__(self, raw: torch.Tensor, spans: Iterable[Span]) -> None:
-        parts = [raw[begin:end] for begin, end in spans]
-        self._large = [part for part in parts if part.numel() > _SMALL]
-        self._small = [part for part in parts if part.numel() <= _SMALL]
-        self._stamps = [_stamp(raw.device)[: part.numel()] for part in self._small]
-
-    def poison(self) -> None:
-        for part in self._large:
-            part.fill_(POISON)
-        if self._small:
-            torch._foreach_copy_(self._small, self._stamps)
-
-
-@functools.cache
-def _stamp(device: torch.device) -> torch.Tensor:
-    return torch.full((_SMALL,), POISON, dtype=torch.uint8, device=device)
-
-
-def complement(taken: Iterable[Span], end: int) -> list[Span]:
-    """The stretches of (0, end) that none of these covers.
-
-    >>> complement([(2, 4), (6, 8)], 10)
-    [(0, 2), (4, 6), (8, 10)]
-    """
-    left, at = [], 0
-    for begin, stop in sorted(taken):
-        if begin > at:
-            left.append((at, begin))
-        at = max(at, stop)
-    return [*left, (at, end)] if at < end else left
-
-
-def _touches(one: Span, others: Sequence[Span]) -> bool:
-    return any(one[0] < end and begin < one[1] for begin, end in others)
-
-
-def joined(spans: Iterable[Span]) -> list[Span]:
-    """Those of one slot may share bytes: two outputs may be views of one buffer.
-
-    >>> joined([(4, 8), (0, 6), (9, 9), (10, 12)])
-    [(0, 8), (10, 12)]
-    """
-    found: list[Span] = []
-    for begin, end in sorted(one for one in spans if one[0] < one[1]):
-        if found and begin < found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((begin, end))
-    return found
-
-
-def stretches_of(written: Iterable[Span], size: int) -> list[int]:
-    """Where blocks of so many bytes may begin that several of these cover, and none alone.
-
-    >>> stretches_of([(0, 256), (256, 512), (1024, 1280)], 512)
-    [0]
-    """
-    spans = sorted(set(written))
-    covered: list[Span] = []
-    for begin, end in spans:
-        if covered and begin <= covered[-1][1]:
-            covered[-1] = (covered[-1][0], max(end, covered[-1][1]))
-        else:
-            covered.append((begin, end))
-    alone = {begin for begin, end in spans if end - begin >= size}
-    return [
-        begin
-        for first, last in covered
-        for begin in dict.fromkeys(begin for begin, _ in spans if first <= begin and begin + size <= last)
-        if size and begin not in alone and begin % ALIGNMENT == 0
-    ]
-
-
 def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:
     """What type it had in Python is nothing that data has."""
     return wire.TensorMeta(meta.dtype, meta.shape, meta.strides, meta.place)
-
-
-def _count(forward: Forward) -> dict[str, tuple[int, bool]]:
-    """How often each kernel, operator or copy is in a forward, and whether it is the candidate's own."""
-    own = Counter(node.name for node in forward.nodes if isinstance(node, Kernel))
-    library = Counter(_name(node) for node in forward.nodes if not isinstance(node, Kernel))
-    return {name: (count, False) for name, count in library.items()} | {n: (c, True) for n, c in own.items()}
-
-
-def _digest(forward: Forward) -> str:
-    """Of which kernels and operators there are, on what shapes: a tuned kernel may be launched in several ways."""
-    return hashlib.sha256(repr([_identity(node) for node in forward.nodes]).encode()).hexdigest()
-
-
-def _identity(node: Any) -> tuple[object, ...]:
-    if isinstance(node, Kernel):
-        return node.artifact, node.name
-    tensors = (*node.tensors, *node.results) if isinstance(node, Operator) else ()
-    return _name(node), [(meta.dtype, tuple(meta.shape)) for meta in tensors]
-
-
-def _name(node: Any) -> str:
-    if isinstance(node, Operator):
-        return node.name
-    return "aten::fill_" if type(node).__name__ == "Memset" else "aten::copy_"
