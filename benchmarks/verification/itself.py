@@ -33,7 +33,7 @@ from kbrl_async.lab.self_test import (
 from protocols.records import BenchReport, Candidate, Fault, Problem
 
 _RUN = 10
-"""Measurements of one case by one process, so that references are not made anew for each; the runs come in any order."""
+"""Measurements of one case by one process, so that references are not made anew for each; runs come in any order."""
 
 
 class Asked(msgspec.Struct, frozen=True):
