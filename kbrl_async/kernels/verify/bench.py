@@ -29,13 +29,13 @@ from kbrl_async.kernels.verify.doubts import settled
 from kbrl_async.kernels.verify.family import Family
 from kbrl_async.kernels.verify.floor import Floor
 from kbrl_async.kernels.verify.hoarding import WAITED, NoMemory, is_hoarder, is_out_of_memory
+from kbrl_async.kernels.verify.input_set import place
 from kbrl_async.kernels.verify.memory import Surplus
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, Watch, no_tick, options_for_interpreter
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.references import References
 from kbrl_async.kernels.verify.report import placed, verdict_of
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Submission
-from kbrl_async.kernels.verify.sets import place
 from kbrl_async.kernels.verify.several import Several
 from kbrl_async.kernels.verify.sharing import Shared
 from protocols.records import BenchReport, Candidate, Fault, Problem, Strictness, Timing, Verdict

@@ -27,12 +27,12 @@ from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import compare, proof, similarity, wire
 from kbrl_async.kernels.verify.cpu.replay import NoReplay
+from kbrl_async.kernels.verify.input_set import InputSet, follows_inputs, place
 from kbrl_async.kernels.verify.inputs import in_secret_order
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.outputs import of_call
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Judged, Session, Submission
-from kbrl_async.kernels.verify.sets import InputSet, follows_inputs, place
 from protocols.records import OBSERVED, REPLAYED, SPARED_SETS, Candidate, Fault
 
 _KNOWN_SETS = 2

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning.settings import AT_SERVICE, CLIPPED, OF_SEQUENCES, check_combination
-from kbrl_async.rollouts.buffer.buffer import COMPARED
+from kbrl_async.rollouts.buffer.rules import COMPARED
 from kbrl_async.rollouts.rewards.advantages import IMITATES, NEEDS_NO_GROUP
 from kbrl_async.rollouts.rewards.presets import find_presets
 from kbrl_async.rollouts.settings import Reward

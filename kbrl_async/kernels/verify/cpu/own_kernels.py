@@ -14,9 +14,9 @@ import math
 from kbrl_async.kernels.verify import proof, wire
 from kbrl_async.kernels.verify.checks import DEGENERATE_NOTE, Checker
 from kbrl_async.kernels.verify.cpu.replay import CpuReplaySession
+from kbrl_async.kernels.verify.input_set import InputSet, place, tensors_of
 from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Session
-from kbrl_async.kernels.verify.sets import InputSet, place, tensors_of
 from protocols.records import Fault
 
 

@@ -67,7 +67,7 @@ class CapturedKernels:
         expected = self._expected_of_slot_0()
         try:
             muted = candidate.call(wire.OP_MUTED, 0, 2 * limit)
-            is_right = self._sides.is_right(self._checker.outputs(muted), expected).wrong == 0
+            is_right = self._sides.differ(self._checker.outputs(muted), expected).wrong == 0
             is_right = is_right and not self._sides.nominal.degenerate  # poison may be right there, too
         except CandidateFault as fault:
             if fault.rule == FORGED:
@@ -97,7 +97,7 @@ class CapturedKernels:
         draw()
         candidate.poison()
         whole, left = candidate.muted(own, 10 * self._sides.limit_s, renew)
-        is_right = self._sides.is_right(candidate.outputs(0, 1), expected).wrong == 0
+        is_right = self._sides.differ(candidate.outputs(0, 1), expected).wrong == 0
         if is_right and not self._sides.nominal.degenerate:
             return whole, left, True, ""
         return whole, left, False, candidate.answered(lambda got: self._is_one(got, expected))

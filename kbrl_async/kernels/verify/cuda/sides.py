@@ -94,15 +94,19 @@ class Sides:
         self.candidate.poison()
         for session in (self.reference, self.candidate):
             session.replay(1, 4 * self.limit_s)
-        return self.is_right(self.candidate.outputs(0, count), self.reference.outputs(0, count)).wrong == 0
+        return self.differ(self.candidate.outputs(0, count), self.reference.outputs(0, count)).wrong == 0
 
-    def compare(self, first: int, count: int) -> None:
+    def check(self, first: int, count: int) -> None:
+        """After a timed call over these slots.
+
+        :raises CandidateFault: an output is wrong, or an input was changed.
+        """
         end = first + count
         begin, stop = self._looked_at(first, end)
         got, expected = self.candidate.outputs(begin, stop), self.reference.outputs(begin, stop)
         if self.candidate.is_trusted:
             got, expected = self._sampled(got, expected)
-        if not self._agree(got, expected) and (found := self.is_right(got, expected)).wrong:
+        if not self._agree(got, expected) and (found := self.differ(got, expected)).wrong:
             text = f"{found.wrong} of {found.total} values of a timed call are wrong; the checked calls were right"
             # Of what is replayed nobody knows that it is timed: a race, or what a kernel left behind in its module.
             fault = Fault.INCORRECT if self.candidate.is_trusted else Fault.CHEATING
@@ -140,5 +144,5 @@ class Sides:
     def _agree(self, got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
         return all(map(compare.agrees, got, expected, self.nominal.tolerances))
 
-    def is_right(self, got: list[torch.Tensor], expected: list[torch.Tensor]) -> compare.Difference:
+    def differ(self, got: list[torch.Tensor], expected: list[torch.Tensor]) -> compare.Difference:
         return self._checker.compare(got, expected, self.nominal.tolerances)

@@ -183,7 +183,7 @@ class CudaStopwatch:
         with span("pairs: run"):
             samples = {id(side): self._sample(side) for side in sides}
         with span("pairs: compared"):
-            self._sides.compare(self._slot, count)
+            self._sides.check(self._slot, count)
         reference, candidate = samples[id(self._sides.reference)], samples[id(self._sides.candidate)]
         self._claims.note(reference, candidate)
         net = self._net(reference, count), self._net(candidate, count)

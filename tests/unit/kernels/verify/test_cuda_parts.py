@@ -21,8 +21,8 @@ from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels, without_
 from kbrl_async.kernels.verify.cuda.reference import MAX_BATCH, plan
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
 from kbrl_async.kernels.verify.cuda.replay.stretches import stretches_of
-from kbrl_async.kernels.verify.cuda.runner import begin_gradients
 from kbrl_async.kernels.verify.cuda.session import place_outputs
+from kbrl_async.kernels.verify.cuda.telling import begin_gradients
 from kbrl_async.kernels.verify.proof import Finding
 from kbrl_async.kernels.verify.wire import Captured, TensorMeta, Trace
 from protocols.records import Candidate
