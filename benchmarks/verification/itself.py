@@ -18,7 +18,7 @@ from kbrl_async.kernels.backends.backend import LIBRARY
 from kbrl_async.kernels.funnel.verifier import default_bench
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
-from kbrl_async.kernels.timing.cpu.host import hardware_of
+from kbrl_async.kernels.timing.device import hardware_of
 from kbrl_async.kernels.timing.resolution import Trial
 from kbrl_async.kernels.timing.turns import DeviceTurns
 from kbrl_async.kernels.verify import Bench, zygote_for

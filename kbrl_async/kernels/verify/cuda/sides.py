@@ -10,6 +10,7 @@ import torch
 
 from kbrl_async.kernels.verify import compare, wire
 from kbrl_async.kernels.verify.checks import Checker
+from kbrl_async.kernels.verify.compare import Difference
 from kbrl_async.kernels.verify.cuda.reference import CudaReference, ReferencePlan
 from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedSide
 from kbrl_async.kernels.verify.report import clean
@@ -140,5 +141,5 @@ class Sides:
     def _agree(self, got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
         return all(map(compare.agrees, got, expected, self.nominal.tolerances))
 
-    def is_right(self, got: list[torch.Tensor], expected: list[torch.Tensor]) -> compare.Difference:
+    def is_right(self, got: list[torch.Tensor], expected: list[torch.Tensor]) -> Difference:
         return self._checker.compare(got, expected, self.nominal.tolerances)
