@@ -318,7 +318,7 @@ class Bench:
             timed = None
             if verdict.fault is Fault.OK and checker.session is not None:
                 self._plan = checker.session.plan
-            if verdict.fault is Fault.OK and options.is_proven and not checker.is_known:
+            if verdict.fault is Fault.OK and options.is_proven:
                 with clock.part("proof"):
                     self._device.prove(checker, candidate, self.options, self._rng, tick)
                 verdict = verdict_of(checker)
@@ -334,7 +334,7 @@ class Bench:
                 call = functools.partial(checker.session.call, wire.OP_RUN, 0, checker.one_call_s)
                 call()
                 watch(checker.session.host_pid, call)
-            if verdict.fault is Fault.OK and not checker.is_known:
+            if verdict.fault is Fault.OK:  # also where its steps are known: what they are done to may differ
                 checker.prove()
                 verdict = verdict_of(checker)
             return verdict, timed if verdict.fault is Fault.OK else None

@@ -143,7 +143,7 @@ def judged_by_share(lefts: list[float], wholes: list[float] | None = None) -> Fi
     stopwatch = cast(Any, CudaStopwatch.__new__(CudaStopwatch))
     stopwatch._candidate, stopwatch._checker = Mock(), Mock()
     stopwatch._candidate.own_kernels.return_value = ["own"]
-    stopwatch._without = lambda own: (wholes.pop(0), lefts.pop(0), False, "")
+    stopwatch._without = lambda own, slot: (wholes.pop(0), lefts.pop(0), False, "")
     captured = Captured(0, {"own": 1, "library": 1})
     return cast("Finding | None", stopwatch._own_kernels(captured, Candidate("", "triton")))
 
@@ -182,15 +182,15 @@ def test_inputs_that_a_forward_changes_are_drawn_again_before_it_runs_without_ow
     stopwatch, drawn = cast(Any, CudaStopwatch.__new__(CudaStopwatch)), list[str]()
     session = cast(Any, ReplaySession.__new__(ReplaySession))
     session._host, session.poison = Mock(), lambda: None
-    session._least = lambda is_muted, deadline_s: drawn.append("timed") or 9.0
+    session._least = lambda slot, is_muted, deadline_s: drawn.append("timed") or 9.0
     session.run = lambda *given, **named: drawn.append("run")
-    session.outputs, session.answered = lambda *given: [], lambda is_answer: ""
+    session.outputs, session.answered = lambda *given: [], lambda *given: ""
     session._host.timed.return_value = 1.0
     stopwatch._candidate, stopwatch._checker, stopwatch._limit_s = session, Mock(), 1.0
     stopwatch._nominal = Mock(mutated=True, degenerate=False)
     stopwatch._fill = lambda slots: drawn.append("drawn")
-    stopwatch._expected_of_slot_0 = list
-    stopwatch._without(["own"])
+    stopwatch._expected_of = lambda slot: []
+    stopwatch._without(["own"], 2)
     assert drawn == ["drawn", "timed", "timed", "drawn", "run"]
 
 
