@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import random
 import subprocess
 import sys
 import types
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from kbrl_async.kernels.cuda_driver import CudaError, Driver
+from kbrl_async.kernels.verify.compare import difference
 from kbrl_async.kernels.verify.cpu.trace import BEFORE
 from kbrl_async.kernels.verify.cuda import arena, capture, device
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
@@ -22,7 +25,10 @@ from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, stretch
 from kbrl_async.kernels.verify.cuda.runner import begin_gradients
 from kbrl_async.kernels.verify.cuda.session import place_outputs
 from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch, without_chance
+from kbrl_async.kernels.verify.known import Held
 from kbrl_async.kernels.verify.proof import Finding
+from kbrl_async.kernels.verify.sets import InputSet
+from kbrl_async.kernels.verify.tolerance import Tolerance
 from kbrl_async.kernels.verify.wire import Captured, TensorMeta, Trace
 from protocols.records import Candidate
 
@@ -192,6 +198,39 @@ def test_inputs_that_a_forward_changes_are_drawn_again_before_it_runs_without_ow
     stopwatch._expected_of = lambda slot: []
     stopwatch._without(["own"], 2)
     assert drawn == ["drawn", "timed", "timed", "drawn", "run"]
+
+
+class Chain:
+    """A side whose forward doubles, or, from the second one of a timed run on, does so up to a limit."""
+
+    is_trusted, is_proven = True, False
+
+    def __init__(self, most: float) -> None:
+        self.slots = [[torch.zeros(4)] for _ in range(16)]
+        self._most, self._made = most, [torch.zeros(4)] * 16
+        self.poison = Mock()
+
+    def replay(self, times: int, deadline_s: float) -> None:
+        for number, (inputs,) in enumerate(self.slots):
+            self._made[number] = 2 * (inputs.clamp(max=self._most) if number else inputs)
+
+    def outputs(self, first: int, end: int) -> list[torch.Tensor]:
+        return [torch.stack(self._made[first:end])]
+
+
+@pytest.mark.parametrize(("spared", "is_found"), [(0, True), (3, False)])
+def test_a_timed_run_is_right_of_secret_sets_too(spared: int, is_found: bool) -> None:
+    """Else a kernel that counts its forwards need be right of such inputs alone as timed calls get."""
+    large = InputSet("large", Held([torch.full((4,), 9.0)], [torch.full((4,), 18.0)]), [Tolerance(1e-4, 1e-4)], False)
+    for most in (math.inf, 2.0):
+        stopwatch = cast(Any, CudaStopwatch.__new__(CudaStopwatch))
+        stopwatch._reference, stopwatch._candidate = Chain(math.inf), Chain(most)
+        stopwatch._batch, stopwatch._limit_s, stopwatch._rng = 16, 1.0, random.Random(1)
+        stopwatch._nominal = Mock(mutated=False, tolerances=[Tolerance(1e-4, 1e-4)])
+        stopwatch._checker = Mock(spared=spared, reference=Mock(sets=[large] * 10, keeps_sets=True))
+        stopwatch._checker.compare = lambda got, wanted, allowed: difference(got[0], wanted[0], allowed[0])
+        stopwatch._fill = lambda slots: None
+        assert stopwatch._replays_rightly() is not (is_found and most == 2.0)
 
 
 class _Generator:
