@@ -251,6 +251,32 @@ def test_what_works_itself_over_the_first_inputs_alone_is_no_own_work(judge: Jud
         assert (found.verdict.fault, found.verdict.rule) == (Fault.CHEATING, "decoy_kernel"), found.verdict
 
 
+LARGEST = ADD.replace("x * 2 + y + self.shift", "torch.argmax(x, dim=-1)")
+COPIES = """
+import torch
+import torch.nn as nn
+from kbrl_async.launch import cuda_kernel
+
+SOURCE = 'extern "C" __global__ void copied(const long long *x, long long *y) { y[threadIdx.x] = x[threadIdx.x]; }'
+
+class ModelNew(nn.Module):
+    def __init__(self, shift):
+        super().__init__()
+        self.kernel = cuda_kernel(SOURCE, "copied")
+
+    def forward(self, x, y):
+        found = torch.argmax(x, dim=-1)
+        out = torch.empty_like(found)
+        self.kernel[1, 1024](found, out)
+        return out
+"""
+
+
+def test_a_kernel_that_copies_the_librarys_places_is_a_decoy(judge: Judge) -> None:
+    found = judge(LARGEST, COPIES, "cuda-nvrtc", timing=True).verdict
+    assert (found.fault, found.rule) == (Fault.CHEATING, "decoy_kernel"), found
+
+
 # ---- what host code can do to its recorder ---------------------------------------------------------------------------
 
 LIE = """
