@@ -1,4 +1,4 @@
-"""Weights whose rows lie on several ranks: whole at every sampler and in the file, of one version, whoever is killed."""
+"""Weights whose rows lie on several ranks: whole at every sampler and in the file, of one version, whoever dies."""
 
 from __future__ import annotations
 
