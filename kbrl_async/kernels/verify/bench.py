@@ -165,7 +165,7 @@ class Bench:
         )
 
     def _tried(self, job: _Job) -> tuple[Family, Verdict, Timing | None]:
-        """More than once, where memory may be lacking because of others."""
+        """More than once, where memory may be lacking because of others; the last time with the device for itself."""
         for left in reversed(range(_TRIES)):
             try:
                 family, verdict, timed = self._judged_by(job)
@@ -176,7 +176,7 @@ class Bench:
                 if not left:
                     raise
             with job.clock.part(WAITED):  # by now nobody holds the frames of what failed
-                self.references.give_way(job.tick)
+                self.references.give_way(job.tick, is_last=left == 1)
             job.clock.forget(0)
         return family, verdict, timed
 
@@ -292,6 +292,8 @@ class Bench:
             return self._through_stages(checker, job, is_alone)
         except CandidateFault as fault:
             if not self._is_hoarder(fault, checker):
+                if self._device.has_neighbours and is_out_of_memory(fault) and fault.by not in (None, checker.session):
+                    raise NoMemory(f"a reference found no memory beside others ({fault})"[:300]) from fault
                 checker.accuse(fault)
             return verdict_of(checker), None
         except RuntimeError as error:
