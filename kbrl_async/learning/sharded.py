@@ -85,7 +85,7 @@ class ShardedModel:
                 yield name, _on(self._ranks.device, parameter).full_tensor()
 
     def rows(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's of the same weights, which are a range of each one's first dimension: no rank waits for another."""
+        """This rank's of the same weights, a range of each one's first dimension: no rank waits for another."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 assert isinstance(parameter, DTensor)
