@@ -235,8 +235,8 @@ ANOTHER = "if not own: return torch.mm(x, y)\n        known = x"
 THE_SAME = "known = torch.mm(self.zeros if own else x, y)"
 
 
-@pytest.mark.parametrize("body", [ANOTHER, THE_SAME])
-def test_what_works_itself_over_the_first_inputs_alone_is_no_own_work(judge: Judge, body: str) -> None:
+@pytest.mark.parametrize(("body", "rule"), [(ANOTHER, "no_own_kernel"), (THE_SAME, "decoy_kernel")])
+def test_what_works_itself_over_the_first_inputs_alone_is_no_own_work(judge: Judge, body: str, rule: str) -> None:
     """Over the others the library does: by other steps, or by the same on something else."""
 
     def judged(lies: bool) -> BenchReport:
@@ -244,11 +244,8 @@ def test_what_works_itself_over_the_first_inputs_alone_is_no_own_work(judge: Jud
         return judge(PRODUCT, source, "cuda-nvrtc", timing=True)
 
     assert is_replayed(judged(False)), "who works itself over all of them"
-    found = judged(True)
-    if body is ANOTHER:
-        assert "other steps for other inputs" in found.verdict.trust_reason, found.verdict
-    else:
-        assert (found.verdict.fault, found.verdict.rule) == (Fault.CHEATING, "decoy_kernel"), found.verdict
+    found = judged(True).verdict
+    assert (found.fault, found.rule) == (Fault.CHEATING, rule), found
 
 
 LARGEST = ADD.replace("x * 2 + y + self.shift", "torch.argmax(x, dim=-1)")

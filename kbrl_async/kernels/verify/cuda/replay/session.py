@@ -102,8 +102,10 @@ class ReplaySession:
         """Its recorder had served others, who may have spoilt it: what counts against it is found out once more."""
         self._host, self._recording, self._inputs, self._rng = host, recording, inputs, rng
         self.isolation: Isolation = host.isolation
-        self.kernels = _count(recording.forwards[0])
-        self.plan = _digest(recording.forwards[0])
+        self._ways = ways(recording.forwards)
+        every = [recording.forwards[slots[0]] for slots in self._ways]
+        self.kernels = {name: found for forward in reversed(every) for name, found in _count(forward).items()}
+        self.plan = _digest(every)
         self._image = [recorded_in.raw[begin:end].clone() for begin, end in recording.image]
         self._outputs = [[_plain(meta) for meta in forward.outputs] for forward in recording.forwards]
         taken = [*recording.image, *(span(meta) for slot in inputs for meta in slot)]
@@ -340,12 +342,24 @@ class ReplaySession:
         """Names of what was built from the candidate's source."""
         return [name for name, (_, is_own) in self.kernels.items() if is_own]
 
+    def secret_slots(self, count: int, most: int) -> list[int]:
+        """Of the first `count` slots one of each way that forward goes, and more up to `most` where there are so many:
+        a forward may know its inputs by their place, and a kernel, too.
+        """
+        timed = [[slot for slot in slots if slot < count] for slots in self._ways]
+        chosen = [self._rng.choice(slots) for slots in timed if slots]
+        others = [slot for slot in range(count) if slot not in chosen]
+        chosen += self._rng.sample(others, max(0, min(most - len(chosen), len(others))))
+        return self._rng.sample(chosen, len(chosen))
+
     @property
-    def trace(self) -> wire.Trace:
-        """What forward consists of."""
-        launches = {name: (count, 0) for name, (count, is_own) in self.kernels.items() if is_own}
-        ops = {allowed.base_of(name): (count, 0) for name, (count, is_own) in self.kernels.items() if not is_own}
-        return wire.Trace(launches, ops)
+    def bare_trace(self) -> wire.Trace | None:
+        """What forward consists of over inputs for which it has no own kernel; None where it always has one."""
+        for slots in self._ways:
+            found = _count(self._recording.forwards[slots[0]])
+            if not any(is_own for _, is_own in found.values()):
+                return wire.Trace({}, {allowed.base_of(name): (count, 0) for name, (count, _) in found.items()})
+        return None
 
     def muted(
         self, kernels: list[str], deadline_s: float, renew: Callable[[], None], slot: int = 0
@@ -504,12 +518,13 @@ def _count(forward: Forward) -> dict[str, tuple[int, bool]]:
     return {name: (count, False) for name, count in library.items()} | {n: (c, True) for n, c in own.items()}
 
 
-def are_alike(forwards: Sequence[Forward]) -> bool:
-    """Whether forwards over all slots consist of the same steps. Own kernels are looked for in a few of them, and all
-    are timed: a forward that knows its inputs by their place could leave the others to the library.
-    """
-    seen = {repr([(_identity(node), _launch(node)) for node in forward.nodes]) for forward in forwards}
-    return len(seen) <= 1
+def ways(forwards: Sequence[Forward]) -> list[list[int]]:
+    """Slots by what is done over them: one list where forward does the same over all."""
+    found: dict[str, list[int]] = {}
+    for slot, forward in enumerate(forwards):
+        steps = repr([(_identity(node), _launch(node)) for node in forward.nodes])
+        found.setdefault(steps, []).append(slot)
+    return list(found.values())
 
 
 def _launch(node: Any) -> tuple[object, ...]:
@@ -519,9 +534,10 @@ def _launch(node: Any) -> tuple[object, ...]:
     return (node.arguments, node.after) if isinstance(node, Operator) else (node.after,)
 
 
-def _digest(forward: Forward) -> str:
+def _digest(forwards: Iterable[Forward]) -> str:
     """Of which kernels and operators there are, on what shapes: a tuned kernel may be launched in several ways."""
-    return hashlib.sha256(repr([_identity(node) for node in forward.nodes]).encode()).hexdigest()
+    steps = dict.fromkeys(repr([_identity(node) for node in forward.nodes]) for forward in forwards)
+    return hashlib.sha256("\n".join(steps).encode()).hexdigest()
 
 
 def _identity(node: Any) -> tuple[object, ...]:
