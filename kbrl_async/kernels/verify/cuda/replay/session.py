@@ -16,14 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import math
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,8 +31,9 @@ from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.replay import orders
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Image
+from kbrl_async.kernels.verify.cuda.replay.outline import count_of, digest_of, ways
 from kbrl_async.kernels.verify.cuda.session import TimedCall
-from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Operator, Recording
+from kbrl_async.kernels.verify.recording import Memcpy, Operator, Recording
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
 from kbrl_async.kernels.verify.validation import overlap, span
 from protocols.records import REPLAYED, Fault
@@ -104,8 +102,8 @@ class ReplaySession:
         self.isolation: Isolation = host.isolation
         self._ways = ways(recording.forwards)
         every = [recording.forwards[slots[0]] for slots in self._ways]
-        self.kernels = {name: found for forward in reversed(every) for name, found in _count(forward).items()}
-        self.plan = _digest(every)
+        self.kernels = {name: found for forward in reversed(every) for name, found in count_of(forward).items()}
+        self.plan = digest_of(every)
         self._image = [recorded_in.raw[begin:end].clone() for begin, end in recording.image]
         self._outputs = [[_plain(meta) for meta in forward.outputs] for forward in recording.forwards]
         taken = [*recording.image, *(span(meta) for slot in inputs for meta in slot)]
@@ -356,7 +354,7 @@ class ReplaySession:
     def bare_trace(self) -> wire.Trace | None:
         """What forward consists of over inputs for which it has no own kernel; None where it always has one."""
         for slots in self._ways:
-            found = _count(self._recording.forwards[slots[0]])
+            found = count_of(self._recording.forwards[slots[0]])
             if not any(is_own for _, is_own in found.values()):
                 return wire.Trace({}, {allowed.base_of(name): (count, 0) for name, (count, _) in found.items()})
         return None
@@ -509,45 +507,3 @@ def stretches_of(written: Iterable[Span], size: int) -> list[int]:
 def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:
     """What type it had in Python is nothing that data has."""
     return wire.TensorMeta(meta.dtype, meta.shape, meta.strides, meta.place)
-
-
-def _count(forward: Forward) -> dict[str, tuple[int, bool]]:
-    """How often each kernel, operator or copy is in a forward, and whether it is the candidate's own."""
-    own = Counter(node.name for node in forward.nodes if isinstance(node, Kernel))
-    library = Counter(_name(node) for node in forward.nodes if not isinstance(node, Kernel))
-    return {name: (count, False) for name, count in library.items()} | {n: (c, True) for n, c in own.items()}
-
-
-def ways(forwards: Sequence[Forward]) -> list[list[int]]:
-    """Slots by what is done over them: one list where forward does the same over all."""
-    found: dict[str, list[int]] = {}
-    for slot, forward in enumerate(forwards):
-        steps = repr([(_identity(node), _launch(node)) for node in forward.nodes])
-        found.setdefault(steps, []).append(slot)
-    return list(found.values())
-
-
-def _launch(node: Any) -> tuple[object, ...]:
-    """What of a step is the same for all inputs of one shape."""
-    if isinstance(node, Kernel):
-        return node.grid, node.block, node.shared, node.cluster, list(map(len, node.arguments)), node.after
-    return (node.arguments, node.after) if isinstance(node, Operator) else (node.after,)
-
-
-def _digest(forwards: Iterable[Forward]) -> str:
-    """Of which kernels and operators there are, on what shapes: a tuned kernel may be launched in several ways."""
-    steps = dict.fromkeys(repr([_identity(node) for node in forward.nodes]) for forward in forwards)
-    return hashlib.sha256("\n".join(steps).encode()).hexdigest()
-
-
-def _identity(node: Any) -> tuple[object, ...]:
-    if isinstance(node, Kernel):
-        return node.artifact, node.name
-    tensors = (*node.tensors, *node.results) if isinstance(node, Operator) else ()
-    return _name(node), [(meta.dtype, tuple(meta.shape)) for meta in tensors]
-
-
-def _name(node: Any) -> str:
-    if isinstance(node, Operator):
-        return node.name
-    return "aten::fill_" if type(node).__name__ == "Memset" else "aten::copy_"
