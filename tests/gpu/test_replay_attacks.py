@@ -274,6 +274,38 @@ def test_a_kernel_that_copies_the_librarys_places_is_a_decoy(judge: Judge) -> No
     assert (found.fault, found.rule) == (Fault.CHEATING, "decoy_kernel"), found
 
 
+JOINS = '''
+import torch
+import torch.nn as nn
+from kbrl_async.launch import cuda_kernel
+
+SOURCE = r"""
+extern "C" __global__ void joined(const float *a, const float *b, float *out) {
+    int half = 128 * 256, i = blockIdx.x * blockDim.x + threadIdx.x;
+    out[i] = i < half ? a[i] : b[i - half];
+}
+"""
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernel = cuda_kernel(SOURCE, "joined")
+
+    def forward(self, x, y):
+        a = torch.mm(x[:128], y)
+        gap = torch.empty(4096, device="cuda")
+        b = torch.mm(x[128:], y)
+        out = torch.empty_like(x)
+        self.kernel[256, 256](a, b, out)
+        return out
+'''
+
+
+def test_a_kernel_that_joins_the_librarys_halves_is_a_decoy(judge: Judge) -> None:
+    found = judge(PRODUCT, JOINS, "cuda-nvrtc", timing=True).verdict
+    assert (found.fault, found.rule) == (Fault.CHEATING, "decoy_kernel"), found
+
+
 # ---- what host code can do to its recorder ---------------------------------------------------------------------------
 
 LIE = """

@@ -433,6 +433,19 @@ def test_own_kernels_are_needed_over_every_slot_that_is_looked_at(lazy: tuple[in
     assert (finding.rule if finding is not None else "") == rule
 
 
+@pytest.mark.parametrize(("second", "found"), [(5.0, "aten::mm"), (4.0, "")])
+def test_an_operators_results_that_are_parts_of_the_answer_are_found_wherever_they_lie(
+    second: float, found: str
+) -> None:
+    nodes = [library(0, 2048), library(0, 2560, name="aten::relu"), library(0, 3072)]
+    half = [msgspec.structs.replace(n, results=[msgspec.structs.replace(n.results[0], shape=(2,))]) for n in nodes]
+    made, host = session([1024, 1088, 1152], nodes=[[*half, OWN]] * 3)
+    for place, value in ((2048, 3.0), (2560, 9.0), (3072, second)):
+        host.arena.raw[place : place + 8].view(torch.float32).fill_(value)
+    wanted = torch.tensor([3.0, 3.0, 5.0, 5.0])
+    assert made.answered(lambda got: torch.equal(got.flatten().sort()[0], wanted)) == found
+
+
 # ── comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
