@@ -50,6 +50,7 @@ from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.report import clean, timing_of
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, Session
+from kbrl_async.kernels.verify.sets import tensors_of
 from protocols.records import Candidate, Fault, Timing
 
 _FLOOR_NS = 50.0
@@ -162,7 +163,7 @@ class CudaStopwatch:
             self._tick()
             if not backend(candidate.backend).needs_own_kernels:
                 return
-            finding = self._own_kernels(captured, candidate)
+            finding = self._own_kernels(captured, candidate) or self._own_backward()
             if finding is not None:
                 self._checker.evidence = finding.evidence
                 raise CandidateFault(finding.fault, finding.text, finding.rule)
@@ -248,6 +249,24 @@ class CudaStopwatch:
             if (finding := cuda_proof.of_share(names, own, whole, left)) is None:
                 return None
         return finding
+
+    def _own_backward(self) -> proof.Finding | None:
+        """Where gradients are asked for, of a replay: are they right without the own kernels of the backward? Those are
+        all that are launched once upstream gradients have been read.
+        """
+        session, reference = self._candidate, self._checker.reference
+        if not (reference.declared.backward and isinstance(session, ReplaySession)) or self._nominal.degenerate:
+            return None
+        behind = session.own_behind(tensors_of(reference.tree, len(reference.tree[1]) - 1))
+        if behind is None:
+            return None
+        if not behind:
+            return msgspec.structs.replace(proof.of_backward(False), fault=Fault.UNPROVEN)
+        self._fill([0])
+        expected = [output.unsqueeze(0) for output in self._expected_of_slot_0()]
+        session.without(behind, self._limit_s)
+        is_right = self._is_right(session.outputs(0, 1), expected).wrong == 0
+        return proof.of_backward(True) if is_right else None
 
     def _launches(self) -> proof.Finding | None:
         """As on a CPU, where a forward can't be captured: what the launchers counted, and a call without launches."""
