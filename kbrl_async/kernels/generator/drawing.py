@@ -72,7 +72,7 @@ def _sizes() -> Counter[str]:
 
 
 def variation(draft: ProblemDraft, rng: random.Random) -> Variation:
-    """Now and then several workloads, half precision, or both; whether the problem is sound with them is to be tried."""
+    """Now and then several workloads, half precision, or both; whether it is sound with them is to be tried."""
     free = draft.free_names()
     others, weights, name = tuple[Size, ...](), tuple[int, ...](), ""
     if free and rng.random() < _WORKLOADS_SHARE:

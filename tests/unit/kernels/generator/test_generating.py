@@ -125,7 +125,8 @@ def test_a_step_and_an_input_that_do_not_matter_are_found() -> None:
 
 def test_every_workload_has_to_tell_right_from_wrong() -> None:
     rows = 'WORKLOADS = [{{"shape": {{"scale": 1.0}}}}, {{"shape": {{"scale": {second}}}}}]\n'
-    several = problem("x * 2.0 + 0.5 * x", "scale * torch.randn(64, 64)").replace("get_inputs()", "get_inputs(scale=1.0)")
+    one = problem("x * 2.0 + 0.5 * x", "scale * torch.randn(64, 64)")
+    several = one.replace("get_inputs()", "get_inputs(scale=1.0)")
     assert checking.check(several + rows.format(second=0.25), []) == ""
     assert "too small" in checking.check(several + rows.format(second=1e-9), [])
 
