@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from kbrl_async.learning.training_state import empty_moments
+from kbrl_async.weights.groups import Meeting
 from protocols.records import TrainGroup
 
 IDLE = datetime.timedelta(days=30)
@@ -64,6 +65,20 @@ class LoadShares(msgspec.Struct, frozen=True, tag=True):
     files: dict[str, str]
 
 
+class Meet(msgspec.Struct, frozen=True, tag=True):
+    """Where samplers are met, to whom every rank sends its rows of a version from now on, in this number format."""
+
+    meeting: Meeting
+    dtype: str
+    patience_s: float
+
+
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """Every rank's rows as they are now are this version's."""
+
+    version: int
+
+
 class Gather(msgspec.Struct, frozen=True, tag=True):
     """All trained weights, to rank 0."""
 
@@ -72,7 +87,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """There is no more to do."""
 
 
-Order = Train | Probe | Save | LoadShares | Gather | End
+Order = Train | Probe | Save | LoadShares | Meet | Hold | Gather | End
 
 
 class Replica(Protocol):

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -30,6 +30,8 @@ from kbrl_async.learning.policies.versions import Pending
 from kbrl_async.learning.settings import UpdateSettings
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.weights import Canaries
+from kbrl_async.weights.groups import Meeting
+from kbrl_async.weights.parts import Collector
 from protocols.records import TrainGroup
 
 
@@ -89,6 +91,14 @@ class LearnerEngine(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class SendsParts(Protocol):
+    """An engine whose ranks may each send their own rows of full weights to samplers."""
+
+    def send_parts(self, meeting: Meeting, patience_s: float) -> bool:
+        """Has them do so for all versions to come; False where they can't, or hold them whole."""
+
+
 def start(setup: LearnerSetup) -> LocalEngine:
     """The engine of `learner.engine=torch`."""
     base = setup.base()
@@ -114,6 +124,8 @@ class LocalEngine:
         self.trainer = trainer
         self._base, self._canaries = base, canaries
         self._checkpoints, self._policies = checkpoint_folder, policies
+        self._rounded_to = rounded_to
+        self._collector: Collector | None = None
         self._copy = HostCopy(None if is_lora(trainer.model) else DTYPES[rounded_to])
 
     def step(self, groups: Sequence[TrainGroup], temperature: float, tick: Tick, version: int) -> dict[str, float]:
@@ -143,8 +155,18 @@ class LocalEngine:
     def resume(self) -> checkpoints.Resumed | None:
         return checkpoints.resume(self._checkpoints, self.trainer)
 
+    def send_parts(self, meeting: Meeting, patience_s: float) -> bool:
+        if not self.trainer.is_sharded or is_lora(self.trainer.model):
+            return False
+        if not self.trainer.meet(meeting, self._rounded_to, patience_s):
+            return False
+        self._collector = Collector(meeting, patience_s)
+        return True
+
     def publish(self, version: int, parent: int | None) -> Pending:
         trainer = self.trainer
+        if self._collector is not None:
+            return self._publish_parts(self._collector, version, parent)
         return versions.prepare(
             self._policies,
             trainer.model,
@@ -156,6 +178,23 @@ class LocalEngine:
             logprobs_of=trainer.sequence_logprobs,
             copied=self._copy.of,
             gathered=trainer.gathered_weights(),
+        )
+
+    def _publish_parts(self, collector: Collector, version: int, parent: int | None) -> Pending:
+        trainer = self.trainer
+        rows = self._copy.of(trainer.held(version))
+        return versions.prepare_parts(
+            self._policies,
+            trainer.model.config,
+            rows,
+            trainer.whole_shapes,
+            lambda index: collector.tensors(version, index, rows),
+            trainer.sequence_logprobs,
+            version,
+            parent,
+            trainer.optimizer_step,
+            self._canaries,
+            self._base,
         )
 
     def adopt(self, folder: Path) -> bool:
@@ -170,4 +209,6 @@ class LocalEngine:
 
     def close(self) -> None:
         """Ends what is being written, and lets the other ranks go."""
+        if self._collector is not None:
+            self._collector.close()
         self.trainer.close()

@@ -43,7 +43,7 @@ class Learning:
         self._engine = engine
         self.progress = checkpoints.LearnerProgress()
         self._remote = open_remote(service.config.policy_url)
-        self._publisher = Publisher(service.policies, sender_of(service))
+        self._publisher = Publisher(service.policies, sender_of(service, engine))
         self._replay_log = ReplayLog(self._checkpoints)
         self._trained_again = 0
         self._is_lost = False

@@ -44,7 +44,7 @@ class Publisher:
     def begin(self, pending: Pending, then: Callable[[], None]) -> None:
         """After `free`. `then` is called when the version is on disk, in the thread."""
         if self._sender is not None and pending.weights is not None:
-            self._sender.offer(pending.manifest, pending.weights)
+            self._sender.offer(pending.manifest, pending.weights, pending.index)
         self._writing = self._pool.submit(self._write, pending, then)
 
     def free(self) -> None:
@@ -60,9 +60,9 @@ class Publisher:
 
     def close(self) -> None:
         """The last version is on disk."""
+        self._pool.shutdown()  # first: other ranks' rows of it come by the sender's store
         if self._sender is not None:
             self._sender.close()
-        self._pool.shutdown()
 
     def _write(self, pending: Pending, then: Callable[[], None]) -> None:
         try:

@@ -26,7 +26,7 @@ from kbrl_async.kernels.verify import wire
 from kbrl_async.kernels.verify.checks import Checker, submitted
 from kbrl_async.kernels.verify.device import Device, device_of
 from kbrl_async.kernels.verify.doubts import settled
-from kbrl_async.kernels.verify.family import Family
+from kbrl_async.kernels.verify.family import Family, KnownTiming
 from kbrl_async.kernels.verify.floor import Floor
 from kbrl_async.kernels.verify.hoarding import WAITED, NoMemory, is_hoarder, is_out_of_memory
 from kbrl_async.kernels.verify.input_set import place
@@ -160,7 +160,7 @@ class Bench:
         )
 
     def _tried(self, job: _Job) -> tuple[Family, Verdict, Timing | None]:
-        """More than once, where memory may be lacking because of others."""
+        """More than once, where memory may be lacking because of others; the last time with the device for itself."""
         for left in reversed(range(_TRIES)):
             try:
                 family, verdict, timed = self._judged_by(job)
@@ -171,7 +171,7 @@ class Bench:
                 if not left:
                     raise
             with job.clock.part(WAITED):  # by now nobody holds the frames of what failed
-                self.references.give_way(job.tick)
+                self.references.give_way(job.tick, is_last=left == 1)
             job.clock.forget(0)
         return family, verdict, timed
 
@@ -190,12 +190,18 @@ class Bench:
             family = self._family(job.problem, job.tick)
         job.clock.ends("reference")
         key = job.group, job.candidate.source
-        equal = family.timings.get(key) if job.timing and job.group else None
+        known = family.timings.get(key) if job.timing and job.group else None
+        equal, done = (known.timing, known.steps) if known is not None else (None, "")
         self._plan = ""
         try:
             verdict, timed = self._on_all(
                 family, msgspec.structs.replace(job, timing=job.timing and equal is None), equal
             )
+            if equal is not None and verdict.fault is Fault.OK and self._steps(family, verdict) != done:
+                # One source, which does now this and now that: the time of the one is none of the other.
+                job.clock.forget(1)
+                equal = None
+                verdict, timed = self._on_all(family, job, None)
         except (CandidateFault, PermissionError, OSError) as error:
             # What is the candidate's has become its verdict: what arrives here is the reference's.
             self.references.drop(family.cases[0].reference)
@@ -207,8 +213,15 @@ class Bench:
             job.clock.ends("timing", Fault.OK, "of an equal kernel of its group")
             return family, verdict, equal
         if job.group and timed is not None and not timed.is_disturbed:
-            family.timings[key] = msgspec.structs.replace(timed, ratios=(), spent_s=0.0)
+            kept = msgspec.structs.replace(timed, ratios=(), spent_s=0.0)
+            family.timings[key] = KnownTiming(self._steps(family, verdict), kept)
         return family, verdict, timed
+
+    def _steps(self, family: Family, verdict: Verdict) -> str:
+        """What a kernel that was just judged was seen doing, as far as a digest says it: nothing of one that was only
+        watched.
+        """
+        return f"{verdict.trust} {self._plan if len(family.cases) == 1 else ''}"
 
     def _options_for(self, job: _Job, equal: Timing | None, is_one: bool) -> BenchOptions:
         """`is_one`: of a problem with one workload."""
@@ -274,6 +287,8 @@ class Bench:
             return self._through_stages(checker, job, is_alone)
         except CandidateFault as fault:
             if not self._is_hoarder(fault, checker):
+                if self._device.has_neighbours and is_out_of_memory(fault) and fault.by not in (None, checker.session):
+                    raise NoMemory(f"a reference found no memory beside others ({fault})"[:300]) from fault
                 checker.accuse(fault)
             return verdict_of(checker), None
         except RuntimeError as error:
@@ -295,7 +310,7 @@ class Bench:
         verdict, timed, clock = self._on_sets(checker, job, is_alone), None, job.clock
         if verdict.fault is Fault.OK and checker.session is not None:
             self._plan = checker.session.plan
-        if verdict.fault is Fault.OK and checker.options.is_proven and not checker.is_known:
+        if verdict.fault is Fault.OK and checker.options.is_proven:
             with clock.part("proof"):
                 self._device.prove(checker, job.candidate, self.options, self._rng, job.tick)
             verdict = verdict_of(checker)
@@ -311,7 +326,7 @@ class Bench:
             call = functools.partial(checker.session.call, wire.OP_RUN, 0, checker.one_call_s)
             call()
             job.watch(checker.session.host_pid, call)
-        if verdict.fault is Fault.OK and not checker.is_known:
+        if verdict.fault is Fault.OK:  # also where its steps are known: what they are done to may differ
             self._device.prove_last(checker)
             verdict = verdict_of(checker)
         return verdict, timed if verdict.fault is Fault.OK else None

@@ -213,7 +213,7 @@ class Checker:
         self._may_be_spared = is_asked and self.is_replayed
         count = len(self.session.slots)
         # A further one costs its graph.
-        self._slots = self._rng.sample(range(count), min(count, self.options.slots))
+        self._slots = checked_slots(count, self.options.slots, self._rng)
         seen = SPARED_SETS if self._may_be_spared else len(sets)
         self._recorded, self._overwritten = self._rng.randrange(1, seen), {self._rng.randrange(len(sets))}
         if self._may_be_spared:  # beside any other one: nobody knows that it is over after the first ones
@@ -404,6 +404,15 @@ class Checker:
         if finding is not None and not self.failed and self.fault is None:
             self.evidence = finding.evidence
             self.fault = CandidateFault(finding.fault, finding.text, finding.rule)
+
+
+def checked_slots(count: int, most: int, rng: random.Random) -> list[int]:
+    """Places for inputs that sets are checked in, in secret order: the first, which may be all that is timed, and a
+    secret few of the others.
+    """
+    chosen = [0, *rng.sample(range(1, count), min(count, most) - 1)]
+    rng.shuffle(chosen)
+    return chosen
 
 
 DEGENERATE_NOTE = "degenerate problem: zeros, a constant or an unchanged input would be right on its inputs"

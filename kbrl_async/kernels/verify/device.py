@@ -143,8 +143,10 @@ class Device:
         """Whether other verifiers use its memory: what a candidate does not find may be theirs."""
         return False
 
-    def give_way(self, tick: Tick) -> None:
-        """Memory has run out: what was started ahead goes, and others are waited for."""
+    def give_way(self, tick: Tick, is_last: bool = False) -> None:
+        """Memory has run out: what was started ahead goes, and others are waited for; before the last try until they
+        leave everything. What a forward needs inside is in nobody's plan.
+        """
 
     def free(self) -> int | None:
         """Bytes of its own memory that nobody has; None where it has none of its own."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -129,6 +130,20 @@ def counted(forward: Forward) -> dict[str, tuple[int, bool]]:
 def digest(forward: Forward) -> str:
     """Of which kernels and operators there are, on what shapes: a tuned kernel may be launched in several ways."""
     return hashlib.sha256(repr([_identity(node) for node in forward.nodes]).encode()).hexdigest()
+
+
+def are_alike(forwards: Sequence[Forward]) -> bool:
+    """Whether forwards over all slots consist of the same steps. Own kernels are looked for in a few of them, and all
+    are timed: a forward that knows its inputs by their place could leave the others to the library.
+    """
+    return len({repr([(_identity(node), _launch(node)) for node in forward.nodes]) for forward in forwards}) <= 1
+
+
+def _launch(node: Node) -> tuple[object, ...]:
+    """What of a step is the same for all inputs of one shape."""
+    if isinstance(node, Kernel):
+        return node.grid, node.block, node.shared, node.cluster, list(map(len, node.arguments)), node.after
+    return (node.arguments, node.after) if isinstance(node, Operator) else (node.after,)
 
 
 def _identity(node: Node) -> tuple[object, ...]:

@@ -47,7 +47,7 @@ from kbrl_async.sampling.vllm.proof import VLLMProver, chosen
 from kbrl_async.sampling.vllm.scheduler import Meter, Pausing
 from kbrl_async.sampling.vllm.versions import Draft, LiveVersions, Served
 from kbrl_async.weights import proven
-from kbrl_async.weights.direct import Meeting, TransferOffer
+from kbrl_async.weights.groups import Meeting, TransferOffer
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
 FRUITLESS = 3

@@ -216,7 +216,7 @@ def test_a_rounded_version_takes_no_precision_from_who_goes_back_to_it(tmp_path:
 def test_a_learner_that_can_t_listen_where_it_was_told_goes_by_files(tmp_path: Path) -> None:
     config = load(overrides=["weights.transport=direct", "weights.address=192.0.2.1", "weights.stalled_s=0.2"])
     service: Any = SimpleNamespace(config=config, device="cpu", log=Log())
-    assert sender_of(service) is None
+    assert sender_of(service, None) is None
     assert [one.event for one in service.log.at("warning")] == ["weights go by files"]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import random
 import subprocess
 import sys
 import types
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from kbrl_async.kernels.cuda_driver import CudaError, Driver
+from kbrl_async.kernels.verify.compare import difference
 from kbrl_async.kernels.verify.cpu.trace import BEFORE
 from kbrl_async.kernels.verify.cuda import arena, capture, device
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
@@ -22,8 +25,12 @@ from kbrl_async.kernels.verify.cuda.reference import MAX_BATCH, plan
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
 from kbrl_async.kernels.verify.cuda.replay.stretches import stretches_of
 from kbrl_async.kernels.verify.cuda.session import place_outputs
+from kbrl_async.kernels.verify.cuda.sides import Sides
 from kbrl_async.kernels.verify.cuda.telling import begin_gradients
+from kbrl_async.kernels.verify.input_set import InputSet
+from kbrl_async.kernels.verify.known import Held
 from kbrl_async.kernels.verify.proof import Finding
+from kbrl_async.kernels.verify.tolerance import Tolerance
 from kbrl_async.kernels.verify.wire import Captured, TensorMeta, Trace
 from protocols.records import Candidate
 
@@ -144,7 +151,7 @@ def judged_by_share(lefts: list[float], wholes: list[float] | None = None) -> Fi
     sides = Mock()
     sides.candidate.own_kernels.return_value = ["own"]
     kernels = CapturedKernels(Mock(), sides)
-    with patch.object(kernels, "without", lambda own: (wholes.pop(0), lefts.pop(0), False, "")):
+    with patch.object(kernels, "without", lambda own, slot: (wholes.pop(0), lefts.pop(0), False, "")):
         return kernels.finding(Captured(0, {"own": 1, "library": 1}), Candidate("", "triton"))
 
 
@@ -182,14 +189,47 @@ def test_inputs_that_a_forward_changes_are_drawn_again_before_it_runs_without_ow
     sides, drawn = Mock(nominal=Mock(mutated=True, degenerate=False), limit_s=1.0), list[str]()
     session = cast(Any, ReplaySession.__new__(ReplaySession))
     session._host, session.poison = Mock(), lambda: None
-    session._least = lambda is_muted, deadline_s: drawn.append("timed") or 9.0
+    session._least = lambda slot, is_muted, deadline_s: drawn.append("timed") or 9.0
     session.run = lambda *given, **named: drawn.append("run")
-    session.outputs, session.answered = lambda *given: [], lambda is_answer: ""
+    session.outputs, session.answered = lambda *given: [], lambda *given: ""
     session._host.timed.return_value = 1.0
     sides.candidate, sides.fill = session, lambda slots: drawn.append("drawn")
     sides.reference.call.return_value.tensors = []
-    CapturedKernels(Mock(), sides).without(["own"])
+    CapturedKernels(Mock(), sides).without(["own"], 2)
     assert drawn == ["drawn", "timed", "timed", "drawn", "run"]
+
+
+class Chain:
+    """A side whose forward doubles, or, from the second one of a timed run on, does so up to a limit."""
+
+    is_trusted, is_proven = True, False
+
+    def __init__(self, most: float) -> None:
+        self.slots = [[torch.zeros(4)] for _ in range(16)]
+        self._most, self._made = most, [torch.zeros(4)] * 16
+        self.poison = Mock()
+
+    def replay(self, times: int, deadline_s: float) -> None:
+        for number, (inputs,) in enumerate(self.slots):
+            self._made[number] = 2 * (inputs.clamp(max=self._most) if number else inputs)
+
+    def outputs(self, first: int, end: int) -> list[torch.Tensor]:
+        return [torch.stack(self._made[first:end])]
+
+
+@pytest.mark.parametrize(("spared", "is_found"), [(0, True), (3, False)])
+def test_a_timed_run_is_right_of_secret_sets_too(spared: int, is_found: bool) -> None:
+    """Else a kernel that counts its forwards need be right of such inputs alone as timed calls get."""
+    large = InputSet("large", Held([torch.full((4,), 9.0)], [torch.full((4,), 18.0)]), [Tolerance(1e-4, 1e-4)], False)
+    for most in (math.inf, 2.0):
+        sides = cast(Any, Sides.__new__(Sides))
+        sides.reference, sides.candidate = Chain(math.inf), Chain(most)
+        sides.batch, sides.limit_s, sides._rng = 16, 1.0, random.Random(1)
+        sides.nominal = Mock(mutated=False, tolerances=[Tolerance(1e-4, 1e-4)])
+        sides._checker = Mock(spared=spared, reference=Mock(sets=[large] * 10, keeps_sets=True))
+        sides._checker.compare = lambda got, wanted, allowed: difference(got[0], wanted[0], allowed[0])
+        sides.fill = lambda slots: None
+        assert sides._replays_rightly() is not (is_found and most == 2.0)
 
 
 class _Generator:

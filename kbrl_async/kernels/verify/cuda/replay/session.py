@@ -348,41 +348,55 @@ class ReplaySession:
         ops = {allowed.base_of(name): (count, 0) for name, (count, is_own) in self.kernels.items() if not is_own}
         return wire.Trace(launches, ops)
 
-    def muted(self, kernels: list[str], deadline_s: float, renew: Callable[[], None]) -> tuple[float, float]:
-        """Nanoseconds of a forward over slot 0, and of one without own kernels, whose outputs then lie in slot 0.
+    def muted(
+        self, kernels: list[str], deadline_s: float, renew: Callable[[], None], slot: int = 0
+    ) -> tuple[float, float]:
+        """Nanoseconds of a forward over this slot, and of one without own kernels, whose outputs then lie there.
         `renew` comes before the last run: those that were timed may have changed their inputs.
         """
         nothing = self._timed(orders.Time(()), deadline_s)
-        whole = self._least(False, deadline_s)
+        whole = self._least(slot, False, deadline_s)
         try:
             self.poison()
-            left = self._least(True, deadline_s)
+            left = self._least(slot, True, deadline_s)
             renew()
-            self.run(0, deadline_s, is_muted=True)
+            self.run(slot, deadline_s, is_muted=True)
         except CandidateFault as fault:
             if fault.by is not None:  # the reference, asked by `renew`: that shows nothing
                 raise
-            # An operator faults on poison: it needs what own kernels make.
-            with self._as_tried():
-                self._arena = self._host.revive()
-            self._see()
-            self._is_warm, self._captured = not self.has_operators, 0
-            self.poison()
+            self._revive()
             left = nothing
         return max(0.0, whole - nothing), max(0.0, left - nothing)
 
-    def _least(self, is_muted: bool, deadline_s: float) -> float:
+    def is_whole_without_own(self, slot: int, deadline_s: float) -> bool:
+        """Whether a forward over this slot ends without own kernels; its outputs then lie there."""
+        try:
+            self.run(slot, deadline_s, is_muted=True)
+        except CandidateFault:
+            self._revive()
+            return False
+        return True
+
+    def _revive(self) -> None:
+        """An operator faults on poison: it needs what own kernels make."""
+        with self._as_tried():
+            self._arena = self._host.revive()
+        self._see()
+        self._is_warm, self._captured = not self.has_operators, 0
+        self.poison()
+
+    def _least(self, slot: int, is_muted: bool, deadline_s: float) -> float:
         """Of three runs; long ones tell at once."""
-        least = self._timed(orders.Time((0,), 1, is_muted), deadline_s)
+        least = self._timed(orders.Time((slot,), 1, is_muted), deadline_s)
         if least > _TELLS_NS:
             return least
-        return min(least, *(self._timed(orders.Time((0,), 1, is_muted), deadline_s) for _ in range(2)))
+        return min(least, *(self._timed(orders.Time((slot,), 1, is_muted), deadline_s) for _ in range(2)))
 
-    def answered(self, is_answer: Callable[[torch.Tensor], bool]) -> str:
+    def answered(self, is_answer: Callable[[torch.Tensor], bool], slot: int = 0) -> str:
         """After `muted`: the operator whose result already is the answer, as far as `is_answer(tensor)` says."""
         found = ""
         written: list[Span] = []
-        for node in self._recording.forwards[0].nodes:
+        for node in self._recording.forwards[slot].nodes:
             if isinstance(node, Operator):
                 for meta in node.results if allowed.does_work(node.name) else ():
                     found = allowed.base_of(node.name)
@@ -391,11 +405,11 @@ class ReplaySession:
                 written += map(span, node.results)
             elif isinstance(node, Memcpy):
                 written.append((node.to, node.to + node.size))
-        return found if found and self._is_put_together(written, is_answer) else ""
+        return found if found and self._is_put_together(written, is_answer, slot) else ""
 
-    def _is_put_together(self, written: list[Span], is_answer: Callable[[torch.Tensor], bool]) -> bool:
+    def _is_put_together(self, written: list[Span], is_answer: Callable[[torch.Tensor], bool], slot: int) -> bool:
         """Whether what operators and copies wrote side by side is the answer, of which each made a part."""
-        for meta in self._outputs[0]:
+        for meta in self._outputs[slot]:
             size = math.prod(meta.shape) * values.dtype_of(meta.dtype).itemsize
             for begin in stretches_of(written, size)[:_MOST_STRETCHES]:
                 if is_answer(self._arena.view(wire.TensorMeta(meta.dtype, (math.prod(meta.shape),), (1,), begin))):
