@@ -14,7 +14,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -25,7 +25,7 @@ from kbrl_async.learning import checkpoints, efficiency
 from kbrl_async.learning.forward_backward import Tick
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import DTYPES, causal_lm, is_lora
-from kbrl_async.learning.policies.snapshot import HostCopy
+from kbrl_async.learning.policies.snapshot import Snapshots
 from kbrl_async.learning.policies.versions import Pending
 from kbrl_async.learning.settings import UpdateSettings
 from kbrl_async.learning.trainer import Trainer
@@ -99,6 +99,14 @@ class SendsParts(Protocol):
         """Has them do so for all versions to come; False where they can't, or hold them whole."""
 
 
+@runtime_checkable
+class KeepsSnapshots(Protocol):
+    """An engine that can publish a version while one before it is still being written."""
+
+    def keep(self, versions: Collection[int]) -> None:
+        """Of what it has published, the weights of these stay as they are until it is told again."""
+
+
 def start(setup: LearnerSetup) -> LocalEngine:
     """The engine of `learner.engine=torch`."""
     base = setup.base()
@@ -126,7 +134,8 @@ class LocalEngine:
         self._checkpoints, self._policies = checkpoint_folder, policies
         self._rounded_to = rounded_to
         self._collector: Collector | None = None
-        self._copy = HostCopy(None if is_lora(trainer.model) else DTYPES[rounded_to])
+        self._snapshots = Snapshots(None if is_lora(trainer.model) else DTYPES[rounded_to])
+        self._kept: frozenset[int] = frozenset()
 
     def step(self, groups: Sequence[TrainGroup], temperature: float, tick: Tick, version: int) -> dict[str, float]:
         return self.trainer.step(groups, temperature, tick, version)
@@ -155,6 +164,9 @@ class LocalEngine:
     def resume(self) -> checkpoints.Resumed | None:
         return checkpoints.resume(self._checkpoints, self.trainer)
 
+    def keep(self, versions: Collection[int]) -> None:
+        self._kept = frozenset(versions)
+
     def send_parts(self, meeting: Meeting, patience_s: float) -> bool:
         if not self.trainer.is_sharded or is_lora(self.trainer.model):
             return False
@@ -176,13 +188,13 @@ class LocalEngine:
             self._canaries,
             self._base,
             logprobs_of=trainer.sequence_logprobs,
-            copied=self._copy.of,
+            copied=lambda named: self._snapshots.of(version, named, self._kept),
             gathered=trainer.gathered_weights(),
         )
 
     def _publish_parts(self, collector: Collector, version: int, parent: int | None) -> Pending:
         trainer = self.trainer
-        rows = self._copy.of(trainer.held(version))
+        rows = self._snapshots.of(version, trainer.held(version, self._kept), self._kept)
         return versions.prepare_parts(
             self._policies,
             trainer.model.config,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from kbrl_async.learning.forward_backward import Tick, computes_bf16, forward_ba
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.optimizer import guarded_step, make_adamw
 from kbrl_async.learning.policies.models import DTYPES, causal_lm
-from kbrl_async.learning.policies.snapshot import HostCopy
+from kbrl_async.learning.policies.snapshot import Snapshots
 from kbrl_async.learning.settings import UpdateSettings
 from kbrl_async.learning.sharded import ShardedModel
 from kbrl_async.learning.updates import Updates
@@ -60,10 +60,12 @@ class Trainer(Updates):
         self.model, self.process_group, self._sharded = model, process_group, sharded
         self._saving: Future[Any] | None = None
         self._part: PartSender | None = None
-        self._rows = HostCopy()
+        self._rows = Snapshots()
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         """All that is trained, by name: switching between adapters hides the others' from `requires_grad`."""
-        self.optimizer = make_adamw(self.parameters.values(), settings.learning_rate)
+        self.optimizer = make_adamw(
+            self.parameters.values(), settings.learning_rate, eight_bit=learner.optimizer == "adamw_8bit"
+        )
         super().__init__(forward_backward(model, learner, place, self._sharded), settings, place, clock)
         if self.objective.needs_reference and reference is None and not hasattr(model, "disable_adapter"):
             raise ConfigError("a KL penalty needs a reference policy", "Give one, or train a LoRA adapter")
@@ -120,7 +122,7 @@ class Trainer(Updates):
             case Meet():
                 self.meet(order.meeting, order.dtype, order.patience_s)
             case Hold():
-                self._hold(order.version)
+                self._hold(order.version, order.keep)
             case Gather():
                 collections.deque(self.gathered_weights() or (), maxlen=0)
 
@@ -212,7 +214,7 @@ class Trainer(Updates):
         assert group is not None
         self._tell(Meet(meeting, dtype, patience_s))
         if group.rank:
-            self._rows = HostCopy(DTYPES[dtype])
+            self._rows = Snapshots(DTYPES[dtype])
             try:
                 self._part = PartSender(meeting, group.rank, group.device, patience_s)
             except InfraError:
@@ -223,17 +225,18 @@ class Trainer(Updates):
             self._part = None
         return can
 
-    def held(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's rows of all trained weights, as every other rank's are from now on that version's (`meet`)."""
+    def held(self, version: int, keep: Collection[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's rows of all trained weights, as every other rank's are from now on that version's (`meet`). Of
+        the versions before it, those to `keep` are still written."""
         assert self._sharded is not None
-        self._tell(Hold(version))
+        self._tell(Hold(version, list(keep)))
         return self._sharded.rows()
 
-    def _hold(self, version: int) -> None:
+    def _hold(self, version: int, keep: Collection[int]) -> None:
         assert self._sharded is not None
         if self._part is not None:
-            self._part.idle()
-            self._part.hold(version, self._rows.of(self._sharded.rows()))
+            self._part.idle(keep)
+            self._part.hold(version, self._rows.of(version, self._sharded.rows(), keep))
 
     @property
     def whole_shapes(self) -> dict[str, list[int]]:

@@ -232,7 +232,7 @@ class TransferGroup:
                     self._broadcast(filled(pieces, tensors, self._memory.room(pieces)))
 
     def receive(self, pieces: Placed) -> torch.Tensor:
-        """The same at the other end: uint8 [bytes], there until the next are asked for. InfraError as in `send`."""
+        """The same at the other end: uint8 [bytes], valid until the next call. InfraError as in `send`."""
         stage = self._memory.room(pieces)
         self._broadcast(stage)
         return stage

@@ -18,7 +18,8 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import torch
@@ -72,8 +73,8 @@ class PartSender:
         self._meeting, self._part, self._device, self._told = meeting, part, device, told
         self.patience_s = patience_s
         self._changed = threading.Condition()
-        self._version, self._held = -1, dict[str, torch.Tensor]()
-        self._readers = 0
+        self._held: dict[int, Mapping[str, torch.Tensor]] = {}
+        self._readers = Counter[int]()
         self._links: dict[str, int] = {}
         self._closed = False
         self._threads = [
@@ -85,14 +86,14 @@ class PartSender:
 
     def hold(self, version: int, rows: Mapping[str, torch.Tensor]) -> None:
         with self._changed:
-            self._version, self._held = version, dict(rows)
+            self._held[version] = rows
             self._changed.notify_all()
 
-    def idle(self) -> None:
-        """Holds nothing any more, and waits until nobody reads it."""
+    def idle(self, keep: Collection[int] = ()) -> None:
+        """Holds only versions to `keep` any more, and waits until nobody reads another."""
         with self._changed:
-            self._held = {}
-            self._changed.wait_for(lambda: not self._readers)
+            self._held = {version: rows for version, rows in self._held.items() if version in keep}
+            self._changed.wait_for(lambda: not [version for version in +self._readers if version not in keep])
 
     def close(self) -> None:
         """Ends the threads."""
@@ -106,19 +107,18 @@ class PartSender:
     def _reading(self, version: int) -> Iterator[Mapping[str, torch.Tensor]]:
         """What is held of that version; InfraError where it is another's, or does not come."""
         with self._changed:
-            came = self._changed.wait_for(
-                lambda: self._closed or self._version > version or (self._version == version and bool(self._held)),
-                self.patience_s,
-            )
-            if not came or self._version != version or not self._held:
+            self._changed.wait_for(
+                lambda: self._closed or max(self._held, default=-1) >= version, self.patience_s
+            )  # fmt: skip
+            if version not in self._held:
                 raise InfraError(f"version {version} is not held by rank {self._part}", "The sampler asks again")
-            self._readers += 1
-            held = self._held
+            self._readers[version] += 1
+            held = self._held[version]
         try:
             yield held
         finally:
             with self._changed:
-                self._readers -= 1
+                self._readers[version] -= 1
                 self._changed.notify_all()
 
     # ── to samplers ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -84,6 +84,11 @@ def sender_of(service: Service, engine: object) -> Sender | None:
     return _sender(service, 1)
 
 
+def may_skip_files(config: Config) -> bool:
+    """Not every version that is sent need be on disk: none is evaluated in between, or uploaded."""
+    return not config.eval_every and config.policy_url is None
+
+
 def _sender(service: Service, parts: int) -> Sender | None:
     config = service.config
     if not config.sends_weights:

@@ -60,9 +60,13 @@ def by_turn(group: Group) -> dict[int, list[TrainSample]]:
 
 
 def _settled(samples: list[TrainSample]) -> list[TrainSample]:
-    given = ([getattr(s, name) for s in samples] for name in ("reward", "reward_spread", "source"))
-    pairs = zip(samples, settled(*given), strict=True)
-    return [s if reward == s.reward else msgspec.structs.replace(s, reward=reward) for s, reward in pairs]
+    sources = [sample.source for sample in samples]
+    rewards = settled([s.reward for s in samples], [s.reward_spread for s in samples], sources)
+    plans = settled([s.plan_reward for s in samples], [s.plan_spread for s in samples], sources)
+    return [
+        s if (r, p) == (s.reward, s.plan_reward) else msgspec.structs.replace(s, reward=r, plan_reward=p)
+        for s, r, p in zip(samples, rewards, plans, strict=True)
+    ]
 
 
 def _with_advantages(group: Group, rules: BatchRules) -> TrainGroup:

@@ -286,6 +286,11 @@ def _held_weights(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "learner.base_quantisation", f"{quantised} with lora_rank=0: no weights are frozen", "Add lora_rank=32"
     if learner.kernels == "fused" and learner.base_quantisation != "none":
         yield "learner.kernels", f"learner.kernels=fused has no kernels for {quantised}", "Use auto or plain"
+    if learner.optimizer != "adamw" and config.lora_rank:
+        cause = (
+            f"learner.optimizer={learner.optimizer} with lora_rank={config.lora_rank}: an adapter's moments are small"
+        )
+        yield "learner.optimizer", cause, "Leave it out, or train all weights with lora_rank=0"
     yield from _shares(config)
     if learner.base_quantisation == "none":
         return

@@ -81,6 +81,7 @@ def learning_of(config: Config, shape: ModelShape, capacity: float | None) -> Le
         adapters=3 if config.agents.adapters else 1,
         held=_held(config, on_gpu=on_gpu, bf16=bf16),
         bf16=bf16,
+        eight_bit=settings.optimizer == "adamw_8bit",
         path=_path(config, shape, on_gpu=on_gpu, bf16=bf16),
         recomputed=Recomputed(settings.activation_checkpointing),
         inputs_on_host=settings.offload_activations,

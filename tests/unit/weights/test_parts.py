@@ -1,4 +1,4 @@
-"""Weights whose rows lie on several ranks: whole at every sampler and in the file, of one version, whoever dies."""
+"""Weights whose rows lie on several ranks: whole at every sampler and in the file, of one version."""
 
 from __future__ import annotations
 
@@ -164,6 +164,7 @@ def test_a_rank_that_holds_a_later_version_sends_nothing_and_the_transfer_ends_a
     try:
         ranks.publish(1)
         sampler = Sampler(ranks.meeting, "sampler.1")
+        ranks.others[0].idle()
         ranks.others[0].hold(2, rows(2, 1))
         begun = time.monotonic()
         with pytest.raises(InfraError, match="can't be had directly"):

@@ -34,8 +34,8 @@ class CapturedKernels:
             return self._launches()
         names, session = captured.kernels, self._sides.candidate
         own = session.own_kernels(candidate.source)
-        if isinstance(session, ReplaySession) and not own:
-            return proof.of_recorded(session.trace, has_times=False)
+        if isinstance(session, ReplaySession) and (bare := session.bare_trace) is not None:
+            return proof.of_recorded(bare, has_times=False)
         if not own:  # `<<<…>>>` without a stream is launched beside any capture: look at what was launched
             return self._launches()
         self._checker.evidence = cuda_proof.evidence(names, own)
@@ -43,7 +43,8 @@ class CapturedKernels:
             self._checker.own_share, self._checker.evidence = 1.0, cuda_proof.evidence(names, own, 1.0)
             return None
         whole = left = math.inf
-        slot, *others = self._proven_slots()
+        count = self._sides.batch
+        slot, *others = session.secret_slots(count, _PROVEN) if isinstance(session, ReplaySession) else [0]
         for _ in range(_LOOKS):  # others' work is in these times, too, on either side: the least of each holds
             whole_ns, left_ns, is_right, answered = self.without(own, slot)
             whole, left = min(whole, whole_ns), min(left, left_ns)
@@ -55,12 +56,6 @@ class CapturedKernels:
             if (finding := cuda_proof.of_share(names, own, whole, left)) is None:
                 return self._over(session, others) if isinstance(session, ReplaySession) else None
         return finding
-
-    def _proven_slots(self) -> list[int]:
-        """Of what is replayed a secret few of those that are timed: a kernel may know its inputs by their place."""
-        if not isinstance(self._sides.candidate, ReplaySession):
-            return [0]
-        return self._sides.drawn_slots(_PROVEN)
 
     def _over(self, session: ReplaySession, slots: list[int]) -> proof.Finding | None:
         limit = 10 * self._sides.limit_s

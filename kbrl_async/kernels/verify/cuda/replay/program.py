@@ -113,7 +113,7 @@ class Program:
 
     @property
     def has_operators(self) -> bool:
-        return any(isinstance(step, OperatorStep) for step in self._forwards[0])
+        return any(isinstance(step, OperatorStep) for steps in self._forwards for step in steps)
 
     def warm_up(self, slot: int) -> None:
         """Once without a graph: libraries make handles and choose kernels at their first use."""
