@@ -13,9 +13,10 @@ from kbrl_async.kernels.verify.cpu.trace import BEFORE
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
 from kbrl_async.kernels.verify.cuda.sides import Sides
+from kbrl_async.kernels.verify.input_set import tensors_of
 from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault
-from protocols.records import Candidate
+from protocols.records import Candidate, Fault
 
 _LOOKS = 6
 """At most, at the share of own kernels, before too small a one is held against a candidate."""
@@ -30,6 +31,27 @@ class CapturedKernels:
         self._checker, self._sides = checker, sides
 
     def finding(self, captured: wire.Captured, candidate: Candidate) -> proof.Finding | None:
+        return self._of_all(captured, candidate) or self.of_backward()
+
+    def of_backward(self) -> proof.Finding | None:
+        """Where gradients are asked for, of a replay: are they right without the own kernels of the backward? Those are
+        all that are launched once upstream gradients have been read.
+        """
+        sides, reference = self._sides, self._checker.reference
+        session = sides.candidate
+        if not (reference.declared.backward and isinstance(session, ReplaySession)) or sides.nominal.degenerate:
+            return None
+        behind = session.own_behind(tensors_of(reference.tree, len(reference.tree[1]) - 1))
+        if behind is None:
+            return None
+        if not behind:
+            return msgspec.structs.replace(proof.of_backward(False), fault=Fault.UNPROVEN)
+        expected = self._drawn(0)
+        session.without(behind, sides.limit_s)
+        is_right = sides.differ(session.outputs(0, 1), expected).wrong == 0
+        return proof.of_backward(True) if is_right else None
+
+    def _of_all(self, captured: wire.Captured, candidate: Candidate) -> proof.Finding | None:
         if captured.refused:
             return self._launches()
         names, session = captured.kernels, self._sides.candidate

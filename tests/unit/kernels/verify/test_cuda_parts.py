@@ -32,7 +32,7 @@ from kbrl_async.kernels.verify.known import Held
 from kbrl_async.kernels.verify.proof import Finding
 from kbrl_async.kernels.verify.tolerance import Tolerance
 from kbrl_async.kernels.verify.wire import Captured, TensorMeta, Trace
-from protocols.records import Candidate
+from protocols.records import Candidate, Fault
 
 GB = 1 << 30
 
@@ -162,6 +162,36 @@ def test_times_that_others_made_longer_accuse_nobody() -> None:
 
 def test_a_decoy_is_not_acquitted_by_what_others_add_to_one_of_many_looks() -> None:
     assert judged_by_share([99_900.0] * 9, [100_000.0, 103_000.0, 100_000.0, 130_000.0, *[101_500.0] * 5]) is not None
+
+
+def proven_backward(behind: tuple[int, ...] | None, is_right: bool) -> tuple[Finding | None, list[str]]:
+    """Of a replay whose gradients are right, or not, without these kernels, and what was done for it."""
+    sides, checker, done = Mock(nominal=Mock(degenerate=False), limit_s=1.0), Mock(), list[str]()
+    session = cast(Any, ReplaySession.__new__(ReplaySession))
+    session.own_behind = lambda inputs: behind if list(inputs) == [1] else None
+    session.without = lambda nodes, deadline_s: done.append(f"without {nodes}")
+    session.outputs = lambda *given: []
+    checker.reference = Mock(tree=["L", [["T", 0], ["L", [["T", 1]]]]])
+    checker.reference.declared.backward = "all"
+    sides.candidate, sides.fill = session, lambda slots: done.append("drawn")
+    sides.reference.call.return_value.tensors = []
+    sides.differ = lambda got, expected: Mock(wrong=0 if is_right else 3)
+    return CapturedKernels(checker, sides).of_backward(), done
+
+
+def test_gradients_that_are_right_without_own_kernels_of_the_backward_are_the_librarys() -> None:
+    found, done = proven_backward((2, 3), True)
+    assert done == ["drawn", "without (2, 3)"]
+    assert found is not None
+    assert (found.rule, found.fault) == ("decoy_kernel", Fault.CHEATING)
+    assert proven_backward((2, 3), False)[0] is None
+
+
+def test_a_backward_without_own_kernels_proves_nothing_and_accuses_nobody() -> None:
+    found, done = proven_backward((), True)
+    assert found is not None
+    assert (found.rule, found.fault, done) == ("no_own_kernel", Fault.UNPROVEN, [])
+    assert proven_backward(None, True) == (None, []), "what nobody is seen to read may go by a table of pointers"
 
 
 def test_what_an_earlier_call_left_is_no_answer_where_all_calls_have_the_same() -> None:

@@ -23,10 +23,11 @@ from kbrl_async.kernels.verify.cuda.proof import of_other_slots
 from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
 from kbrl_async.kernels.verify.cuda.replay.places import Places
+from kbrl_async.kernels.verify.cuda.replay.program import Program
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, place_inputs
 from kbrl_async.kernels.verify.cuda.replay.steps import KernelStep, OperatorStep, Refused
 from kbrl_async.kernels.verify.proof import of_recorded
-from kbrl_async.kernels.verify.recording import Forward, Kernel, Operator, Recording
+from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Operator, Recording, ways
 from kbrl_async.kernels.verify.session import CandidateFault
 from kbrl_async.kernels.verify.tolerance import Tolerance
 from kbrl_async.kernels.verify.validation import overlap, span
@@ -459,3 +460,78 @@ def test_a_quick_yes_is_a_yes() -> None:
             assert compare.difference(got, expected, allowed).wrong == 0
     assert compare.agrees(expected, expected.clone(), allowed)
     assert not compare.agrees(torch.full((4,), torch.nan), torch.zeros(4), allowed)
+
+
+# ── own kernels of a backward ─────────────────────────────────────────────────────────────────────────────────────────
+
+UPSTREAM, OTHER = 1024, 2048
+
+
+def launched(*places: int, offset: int = 0) -> Kernel:
+    """With these places of the arena among its arguments; `offset`: bytes before the first, as in a structure."""
+    pointers = b"\0" * offset + b"".join((BASE + place).to_bytes(8, "little") for place in places)
+    return Kernel("0" * 64, "own", (1, 1, 1), (1, 1, 1), 0, [pointers, b"\x05\0\0\0"])
+
+
+def with_gradients(*nodes: Any) -> tuple[ReplaySession, Host]:
+    """The second input is the gradient of the output."""
+    host = Host(4096)
+    inputs = [[wire.TensorMeta("float32", (4,), (1,), 0), wire.TensorMeta("float32", (4,), (1,), UPSTREAM)]]
+    forwards = [Forward(list(nodes), ["T", 0], [wire.TensorMeta("float32", (4,), (1,), OTHER)])]
+    made = ReplaySession(host, Recording(forwards, [], 4096), [], inputs, host.reserve(0), random.Random(3))  # type: ignore[arg-type]
+    return made, host
+
+
+def operator(*places: int) -> Operator:
+    metas = [wire.TensorMeta("float32", (4,), (1,), place) for place in places]
+    return Operator("aten::mul.Tensor", ["L", []], metas, [])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "behind"),
+    [
+        ([launched(0, OTHER), launched(UPSTREAM, OTHER)], (1,)),
+        ([launched(0, OTHER), launched(64, UPSTREAM + 12, offset=16), launched(OTHER)], (1, 2)),
+        ([launched(0, OTHER), operator(OTHER, UPSTREAM), launched(OTHER, 512)], (2,)),
+        ([launched(0, OTHER), Memcpy(512, UPSTREAM, 16), launched(512)], (2,)),
+        ([launched(0, OTHER), operator(UPSTREAM)], ()),
+        ([launched(0, OTHER), launched(UPSTREAM + 16), operator(OTHER)], None),
+    ],
+)
+def test_own_kernels_of_a_backward_are_those_from_the_first_that_reads_upstream_gradients_on(
+    nodes: list[Any], behind: tuple[int, ...] | None
+) -> None:
+    assert with_gradients(*nodes)[0].own_behind([1]) == behind
+
+
+def test_a_forward_without_some_nodes_is_poison_first_and_where_it_faults_it_needs_them() -> None:
+    made, host = with_gradients(launched(0, OTHER), launched(UPSTREAM, OTHER))
+    asked: list[Any] = []
+    host.done = lambda order, deadline_s: asked.append(order)  # type: ignore[method-assign]
+    host.arena.raw[OTHER:] = 9
+    made.without((1,), 1.0)
+    assert (asked[-1].slot, asked[-1].is_muted, asked[-1].left_out) == (0, False, (1,))
+    assert host.arena.raw[OTHER : OTHER + 16].eq(0x7F).all()
+
+    def faults(order: Any, deadline_s: float) -> None:
+        raise CandidateFault(Fault.ILLEGAL_ACCESS, "an operator met poison")
+
+    host.done, host.revive = faults, lambda: host.arena  # type: ignore[method-assign, attr-defined]
+    host.arena.raw[OTHER:] = 9
+    made.without((1,), 1.0)
+    assert host.arena.raw[OTHER : OTHER + 16].eq(0x7F).all()
+
+
+def test_a_capture_leaves_out_what_it_is_told_to_and_keeps_the_order_of_the_rest() -> None:
+    program = Program.__new__(Program)
+    program._driver, program._stream = Mock(), Mock()
+    launched_: list[str] = []
+    waits: list[list[int]] = []
+    program._driver.set_dependencies = lambda stream, nodes: waits.append(nodes)
+    program._driver.dependencies = lambda stream: [len(launched_)]
+    steps: list[Any] = [
+        SimpleNamespace(after=after, is_own=True, launch=lambda stream, in_graph, name=name: launched_.append(name))
+        for name, after in (("a", []), ("b", [0]), ("c", [1]))
+    ]
+    list(program._captured(steps, {1}))
+    assert (launched_, waits) == (["a", "c"], [[], [1]])

@@ -119,7 +119,7 @@ class Player:
         if isinstance(order, orders.WarmUp):
             program.warm_up(order.slot)
         elif isinstance(order, orders.RunForward):
-            program.run(order.slot, order.is_muted)
+            program.run(order.slot, order.is_muted, order.left_out)
         elif not order.times:
             program.prepare(order.slots, order.is_muted)
             return orders.Times(0.0)

@@ -17,8 +17,9 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ import torch
 from kbrl_async.kernels import stages
 from kbrl_async.kernels.sandbox import Isolation
 from kbrl_async.kernels.verify import allowed, compare, values, wire
-from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
+from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, BASE, DeviceArena
 from kbrl_async.kernels.verify.cuda.replay import orders
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Image
@@ -40,7 +41,7 @@ from kbrl_async.kernels.verify.cuda.replay.stretches import (
     touches,
 )
 from kbrl_async.kernels.verify.cuda.session import TimedCall
-from kbrl_async.kernels.verify.recording import Memcpy, Operator, Recording, counted, digest, ways
+from kbrl_async.kernels.verify.recording import Kernel, Memcpy, Node, Operator, Recording, counted, digest, ways
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
 from kbrl_async.kernels.verify.validation import overlap, span
 from protocols.records import REPLAYED, Fault
@@ -203,8 +204,8 @@ class ReplaySession:
             self._refuse_writing(slot, self._rng.choice(others), deadline_s)
         return ForwardOutcome(elapsed, 0, 0, forward.tree, self._outputs[slot])
 
-    def run(self, slot: int, deadline_s: float, is_muted: bool = False) -> int:
-        """One forward over what is written to the slot; nanoseconds until it answered."""
+    def run(self, slot: int, deadline_s: float, is_muted: bool = False, left_out: tuple[int, ...] = ()) -> int:
+        """One forward over what is written to the slot; nanoseconds until it answered. `left_out`: numbers of nodes."""
         if not self._is_warm:
             self.poison()
             torch.cuda.synchronize()
@@ -215,9 +216,9 @@ class ReplaySession:
             torch.cuda.synchronize()
         begin = time.perf_counter_ns()
         with stages.span("run"):
-            self._done(orders.RunForward(slot, is_muted), deadline_s)
+            self._done(orders.RunForward(slot, is_muted, left_out), deadline_s)
         elapsed = time.perf_counter_ns() - begin
-        if not is_muted:
+        if not is_muted and not left_out:
             self.forward_ns = min(self.forward_ns, elapsed)
         return elapsed
 
@@ -392,12 +393,30 @@ class ReplaySession:
         return True
 
     def _revive(self) -> None:
-        """An operator faults on poison: it needs what own kernels make."""
+        """An operator faulted on poison: it needs what own kernels make, whose outputs then are poison."""
         with self._as_tried():
             self._arena = self._host.revive()
         self._see()
         self._is_warm, self._captured = not self.has_operators, 0
         self.poison()
+
+    def own_behind(self, inputs: Collection[int]) -> tuple[int, ...] | None:
+        """Numbers of the own kernels of a forward over slot 0 that come no sooner than what first reads one of these
+        inputs; None where nothing is seen to read them.
+        """
+        spans = [span(self._inputs[0][number]) for number in inputs]
+        nodes = self._recording.forwards[0].nodes
+        first = next((number for number, node in enumerate(nodes) if _reads(node, spans)), None)
+        if first is None:
+            return None
+        return tuple(number for number, node in enumerate(nodes) if number >= first and isinstance(node, Kernel))
+
+    def without(self, nodes: tuple[int, ...], deadline_s: float) -> None:
+        """A forward over slot 0 without these nodes; what needs them finds poison."""
+        try:
+            self.run(0, deadline_s, left_out=nodes)
+        except CandidateFault:
+            self._revive()
 
     def _least(self, slot: int, is_muted: bool, deadline_s: float) -> float:
         """Of three runs; long ones tell at once."""
@@ -429,6 +448,16 @@ class ReplaySession:
                 if is_answer(self._arena.view(wire.TensorMeta(meta.dtype, (math.prod(meta.shape),), (1,), begin))):
                     return True
         return False
+
+
+def _reads(node: Node, spans: Sequence[Span]) -> bool:
+    """Whether an argument lies there: of a kernel, any pointer in the bytes of its parameters."""
+    if isinstance(node, Kernel):
+        words = [word for one in node.arguments for (word,) in struct.iter_unpack("<Q", one[: len(one) // 8 * 8])]
+        return any(begin <= word - BASE < end for word in words for begin, end in spans)
+    if isinstance(node, Operator):
+        return any(touches(span(meta), spans) for meta in node.tensors)
+    return isinstance(node, Memcpy) and touches((node.source, node.source + node.size), spans)
 
 
 def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:
