@@ -49,8 +49,17 @@ class InputSet(msgspec.Struct, frozen=True):
     tolerances: list[compare.Tolerance]
     mutated: bool
     """The reference itself changes its inputs."""
-    degenerate: bool = False
-    """Zeros, a constant or an unchanged input would be a right answer."""
+    seen: list[bool] = msgspec.field(default_factory=list)
+    """Whether it is degenerate, once somebody has asked."""
+
+    @property
+    def degenerate(self) -> bool:
+        """Zeros, a constant or an unchanged input would be a right answer. Looked at when it is asked: of most sets
+        nobody does, and a GPU that others use is waited for several times.
+        """
+        if not self.seen:
+            self.seen.append(is_degenerate(self.blocks, self.expected, self.tolerances))
+        return self.seen[0]
 
     @property
     def blocks(self) -> list[torch.Tensor]:
@@ -228,9 +237,11 @@ class SetMaker:
             return None
         if not self.sets:
             self.refuse_random(blocks, expected, tolerances)
-        is_degenerate_ = is_degenerate(blocks, expected, forgiving)
-        known = Held(blocks, expected) if self._keeps else AskedSet(self._recent, lambda: self._again(make, mutated))
-        return InputSet(kind.name, known, forgiving, mutated, is_degenerate_)
+        if self._keeps:
+            return InputSet(kind.name, Held(blocks, expected), forgiving, mutated)
+        known = AskedSet(self._recent, lambda: self._again(make, mutated))
+        seen = [is_degenerate(blocks, expected, forgiving)]  # later it would have to be made again
+        return InputSet(kind.name, known, forgiving, mutated, seen)
 
     def _again(self, make: Callable[[], list[torch.Tensor]], mutated: bool) -> Held:
         return self._oracle.held(self._oracle.own(make()) if mutated else make())
