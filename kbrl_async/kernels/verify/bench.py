@@ -199,7 +199,10 @@ class Bench:
         except (CandidateFault, PermissionError, OSError) as error:
             # What is the candidate's has become its verdict: what arrives here is the reference's.
             self.references.drop(family.cases[0].reference)
-            raise InfraError(f"the reference of {problem.problem_id} failed while it was used: {error}") from error
+            failed = f"the reference of {problem.problem_id} failed while it was used: {error}"
+            if is_out_of_memory(error) and self._device.has_neighbours:
+                raise NoMemory(failed, "End the others on this GPU, or give each a timing_bench.memory_share") from error
+            raise InfraError(failed) from error
         except InfraError:
             self.references.drop(family.cases[0].reference)
             raise
