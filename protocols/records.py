@@ -374,6 +374,8 @@ class TrainSample(msgspec.Struct, frozen=True, tag="train_sample"):
     """Digest of its kernel: equal ones in a group are one kernel, measured several times."""
     truncated: bool = False
     """Cut at max_tokens."""
+    plan_spread: float = 0.0
+    """How much more its plan would have earned there."""
 
     @property
     def has_plan(self) -> bool:

@@ -68,6 +68,12 @@ COMMANDS = {
         "kbrl eval default --samples 8 --heldout",
         "about a second an answer of the small policy",
     ),
+    "distill": Command(
+        TRAIN,
+        "proven answers to training problems, as a file for method=sft",
+        "kbrl distill default --samples 8",
+        "as long as 'kbrl eval' for as many answers; --from: a second",
+    ),
     "optimize": Command(
         TRAIN,
         "the fastest proven kernel for a module of your own, as a file",

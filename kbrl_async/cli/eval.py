@@ -76,9 +76,14 @@ out, it is what model_name=… names, else the newest run's newest policy."""
 
 
 def run(args: argparse.Namespace) -> int:
+    path, ended = ask(*resolve(args))
+    return conclude(path, ended, args)
+
+
+def ask(target: Target, config: Config) -> tuple[Path, ProcessesEnded]:
+    """Has the policy's answers written and verified, going on where the folder's run was stopped."""
     from kbrl_async.runs import publishing
 
-    target, config = resolve(args)
     todo = plan(config)
     check(todo)
     run = prepare(config)
@@ -89,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             target, run.path / "policies", run.config, lambda what, share: status.update(f"{what} ({share:.0%}) …")
         )
     publishing.write_policy(run.path, facts)
-    return conclude(run.path, start_and_wait(run.path, process_counts(run.config)), args)
+    return run.path, start_and_wait(run.path, process_counts(run.config))
 
 
 def resolve(args: argparse.Namespace) -> tuple[Target, Config]:

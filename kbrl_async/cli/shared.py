@@ -156,11 +156,11 @@ def resolve(args: argparse.Namespace) -> Config:
 
 def gathered(args: argparse.Namespace) -> list[Setting]:
     """The settings that make it, with their origins."""
-    overrides = [*args.overrides, *_process_overrides(args.processes)]
+    overrides = [*args.overrides, *process_overrides(args.processes)]
     return gather(args.config, overrides, environment(os.environ))
 
 
-def _process_overrides(words: Sequence[str]) -> Iterator[str]:
+def process_overrides(words: Sequence[str]) -> Iterator[str]:
     for part in ",".join(words).split(","):
         name, _, count = part.partition("=")
         if part and name not in SCALABLE:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from kbrl_async.cli import preflight, summary
 from kbrl_async.cli.launch import ProcessesEnded, gave_up, start_and_wait
+from kbrl_async.cli.rounds import check as check_rounds
+from kbrl_async.cli.rounds import config_of, run_rounds
 from kbrl_async.cli.shared import add_settings, resolve
 from kbrl_async.errors import UserError
-from kbrl_async.runs.config import available_cores, config_hash, cpu_layout, placement, process_counts, to_yaml
+from kbrl_async.runs.config import Config, available_cores, config_hash, cpu_layout, placement, process_counts, to_yaml
 from kbrl_async.runs.folder import Run, is_finished, plan, prepare, settle_latest
 
 
@@ -28,11 +30,22 @@ def run(args: argparse.Namespace) -> int:
     config = resolve(args)
     if config.evaluation.policy is not None:
         raise UserError(f"{config.resume or 'this'} is an evaluation", "Go on with the same 'kbrl eval' command")
-    todo = plan(config)
-    preflight.check(todo)
+    if config.rounds and not args.dry_run:
+        return run_rounds(args, config, train)
+    if config.rounds:
+        check_rounds(args, config)
+        config = config_of(args, config, 1, "")
     if args.dry_run:
+        todo = plan(config)
+        preflight.check(todo)
         print(describe(todo))
         return 0
+    return train(config)
+
+
+def train(config: Config) -> int:
+    """One run, from its folder to its result."""
+    preflight.check(plan(config))
     run = prepare(config)
     doing = "continuing" if run.resumed else "starting"
     print(f"{doing} {run.path}; Ctrl-C stops it, the same command continues it", flush=True)

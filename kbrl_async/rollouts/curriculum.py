@@ -34,8 +34,13 @@ RATE = 0.2
 """Weight of the newest rollout in a problem's success estimate."""
 FLOOR = 0.1
 """kind=learnable: weight of a problem that is always, or never, solved, against 1 for one solved half of the time."""
+BETWEEN = 0.1, 0.9
+"""kind=learnable: shares of right kernels between which a problem is gone back to up to `visits` times; below, once."""
 HALF = 10
 """kind=learnable: batches after which half of what a problem is expected to give is what all give by now."""
+
+
+Weighted = list[tuple[Problem, float]]
 
 
 class BatchRates(msgspec.Struct, frozen=True):
@@ -54,6 +59,10 @@ class CurriculumState(msgspec.Struct, frozen=True):
     batches: int = 0
     met: dict[str, int] = {}
     """Batches that had been trained when a problem's last rollout ended."""
+    visits: dict[str, int] = {}
+    """Groups of a problem that were admitted."""
+    under_way: dict[str, int] = {}
+    """Those of them that have not ended."""
 
 
 class CurriculumTracker:
@@ -67,16 +76,21 @@ class CurriculumTracker:
         self._problems, self._seed = list(problems), seed
         self._success: dict[str, dict[int, float]] = {}
         self._met: dict[str, int] = {}
+        self._visits, self._under_way = Counter[str](), Counter[str]()
         self._recent: deque[BatchRates] = deque(maxlen=settings.window)
 
     def state(self) -> CurriculumState:
         recent = list(self._recent)
-        return CurriculumState(self.stage, self.share, self._success, recent, self.rises, self.batches, self._met)
+        counts = dict(self._visits), dict(self._under_way)
+        return CurriculumState(
+            self.stage, self.share, self._success, recent, self.rises, self.batches, self._met, *counts
+        )
 
     def restore(self, state: CurriculumState) -> None:
         self.stage, self.share, self._success = state.stage, state.share, state.success
         self._recent = deque(state.recent, maxlen=self.settings.window)
         self.rises, self.batches, self._met = state.rises, state.batches, state.met
+        self._visits, self._under_way = Counter(state.visits), Counter(state.under_way)
 
     @property
     def strictness(self) -> Strictness | None:
@@ -85,6 +99,15 @@ class CurriculumTracker:
         if settings.strictness == "full" or self.rises >= RISES or self.batches >= settings.strict_after:
             return None
         return Strictness(settings.first_sets << self.rises, settings.first_tolerance ** (0.5**self.rises))
+
+    def began(self, problem_id: str) -> None:
+        """A group of it was admitted."""
+        self._visits[problem_id] += 1
+        self._under_way[problem_id] += 1
+
+    def ended(self, problem_id: str) -> None:
+        """A group of it was trained, or ended otherwise."""
+        self._under_way -= Counter((problem_id,))
 
     def observe(self, problem_id: str, turn: int, correct: bool) -> None:
         """A turn of a group all of whose rollouts have ended."""
@@ -187,4 +210,24 @@ class CurriculumTracker:
             if problem.problem_id not in excluded
         ]
         drawn = open_ or list(zip(self._problems, self.weights(), strict=True))
+        if self.settings.kind == "learnable" and self.settings.visits:
+            drawn = self._by_visits(drawn, rng)
         return rng.choices([p for p, _ in drawn], weights=[w for _, w in drawn])[0]
+
+    def _by_visits(self, drawn: Weighted, rng: random.Random) -> Weighted:
+        """Of these, the problems that were begun, in all but one of `visits` draws; else new ones.
+
+        A problem is gone back to when its last group has ended. So each that is solved now and then is met about
+        `visits` times, one that is always solved once, and one that never is once more, when others were learned.
+        """
+        most = self.settings.visits
+        new = [one for one in drawn if not self._visits[one[0].problem_id]]
+        free = [one for one in drawn if not self._under_way[one[0].problem_id]]
+        begun = [one for one in free if 0 < self._visits[one[0].problem_id] < self._worth(one[0], most)]
+        first, second = (begun, new) if rng.random() < 1 - 1 / most else (new, begun)
+        return first or second or free or drawn
+
+    def _worth(self, problem: Problem, most: int) -> int:
+        """Groups that are spent on it, by what its answers came to."""
+        success, (low, high) = self.success(problem), BETWEEN
+        return 1 if success > high else most if success > low else min(2, most)

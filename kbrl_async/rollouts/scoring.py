@@ -12,7 +12,7 @@ import msgspec
 
 from kbrl_async.rollouts.prompts.roles import predicted, prediction_reward
 from kbrl_async.rollouts.rewards.parts import earns, has_format, is_built, is_correct
-from kbrl_async.rollouts.rewards.presets import Preset, plan_reward_of, reward_of, spread_of
+from kbrl_async.rollouts.rewards.presets import Preset, plan_reward_of, plan_spread_of, reward_of, spread_of
 from kbrl_async.rollouts.stats import RolloutStats, steps_of
 from kbrl_async.rollouts.turns import TurnScore
 from protocols.records import DISTURBED, Candidate, Fault, Timing, TrainSample, Verdict
@@ -91,6 +91,7 @@ def _with_classes(sample: TrainSample, record: Record, preset: Preset) -> TrainS
         code_end=generation.code_end,
         plan_reward=plan_reward_of(record, preset),
         plan_weight=preset.plan_weight,
+        plan_spread=plan_spread_of(record, preset),
     )
 
 

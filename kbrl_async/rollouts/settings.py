@@ -156,6 +156,8 @@ class Curriculum(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Literal["uniform", "levels", "learnable"] = "uniform"
     """All problems in turn; harder levels as easier ones are solved; or more of those solved half of the time."""
+    visits: Count = 0
+    """kind=learnable: groups of a problem that is solved now and then, before new ones take its place; 0: no limit."""
     first_share: Fraction = 0.1
     """kind=levels: of the problems at a level or above it, the share that is above it, at first."""
     last_share: Fraction = 0.5

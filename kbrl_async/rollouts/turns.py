@@ -59,10 +59,11 @@ def with_returns(samples: Sequence[TrainSample], rules: TurnRules) -> list[Train
     gamma, how = rules.gamma, rules.turns.returns
     returns = turn_returns([sample.reward for sample in samples], gamma, how)
     plans = turn_returns([sample.plan_reward for sample in samples], gamma, how)
-    spreads = turn_returns([sample.reward_spread for sample in samples], gamma, how)
+    best = turn_returns([sample.reward + sample.reward_spread for sample in samples], gamma, how)
+    best_plans = turn_returns([sample.plan_reward + sample.plan_spread for sample in samples], gamma, how)
     return [
-        msgspec.structs.replace(s, reward=r, plan_reward=p, reward_spread=e)
-        for s, r, p, e in zip(samples, returns, plans, spreads, strict=True)
+        msgspec.structs.replace(s, reward=r, plan_reward=p, reward_spread=b - r, plan_spread=q - p)
+        for s, r, p, b, q in zip(samples, returns, plans, best, best_plans, strict=True)
     ]
 
 

@@ -72,6 +72,8 @@ def plan(config: Config) -> Run:
     :raises ConfigError: the unfinished run of that name is another experiment.
     :raises CheckpointError: `resume` names no unfinished run.
     """
+    if config.rounds:
+        raise ConfigError("rounds are several runs, and this begins one", "Use 'kbrl train', or leave rounds out")
     return _plan_resume(config) if config.resume else _plan_named(config)
 
 

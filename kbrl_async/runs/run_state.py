@@ -334,6 +334,7 @@ class RunState(RunMemory):
         self._at(event.at, is_result=not isinstance(event, Admitted))
         match event:
             case Admitted():
+                self._curriculum.began(event.problem_id)
                 self._stages[event.group_id] = self._curriculum.stage
                 if (strictness := self._curriculum.strictness) is not None:
                     self._strictness[event.group_id] = strictness
@@ -408,6 +409,7 @@ class RunState(RunMemory):
     def _forget(self, closed: Sequence[Closed]) -> None:
         self.ended_lately += closed
         for group in closed:
+            self._curriculum.ended(group.problem_id)
             self._open.pop(group.group_id, None)
             self._stages.pop(group.group_id, None)
             self._strictness.pop(group.group_id, None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +28,7 @@ from rich.text import Text
 from kbrl_async.durable import write_atomically
 from kbrl_async.evaluation.metrics import mean_over_problems, pass_at_k, sample_of
 from kbrl_async.evaluation.proportions import KEY, wilson
+from kbrl_async.kernels.problems.split import FAMILY, INSTANCE
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.archive.funnel import funnel
 from kbrl_async.runs.telemetry import by_version, stale
@@ -40,6 +41,9 @@ Summary = dict[str, Any]
 TRIES = 8
 """Answers to a held-out problem of which one has to be correct, for `pass_at_8`."""
 HELDOUT_FIELDS = ("correct_rate", f"pass_at_{TRIES}", "compile_rate", "fast_1", "fast_1_proven", "speedup_mean")
+KINDS = {INSTANCE: "of families that are trained on", FAMILY: "of families that are not"}
+"""Of held-out problems, in words."""
+BY_KIND = ("correct_rate", f"pass_at_{TRIES}")
 BEST_KERNELS = 10
 SAYS_NOTHING = 100
 """Ends of a mean speedup's interval that are such a factor apart are not shown: kernels of two or three groups."""
@@ -77,6 +81,7 @@ def build(
     busy: Mapping[str, float],
     heldout_before: Sequence[RolloutStats] = (),
     heldout_after: Sequence[RolloutStats] = (),
+    kinds: Mapping[str, str] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Summary:
     """The content of `summary.json`.
@@ -84,6 +89,7 @@ def build(
     :param answers: scored training answers, and which of their groups lack some.
     :param wall_s: seconds from the first result, of a held-out answer or one of training, to the last update.
     :param busy: busy fraction by process over that time, see `system_metrics.busy_fractions`.
+    :param kinds: of held-out problems by id, see `split.held_out_kinds`.
     :param extra: more fields, such as the run's name, seed and config hash.
     """
     return {
@@ -99,6 +105,9 @@ def build(
         **_heldout(heldout_after, "heldout_", "_after"),
         **_filtered(heldout_before, "_before"),
         **_filtered(heldout_after, "_after"),
+        **_by_kind(heldout_before, "_before", kinds or {}),
+        **_by_kind(heldout_after, "_after", kinds or {}),
+        "heldout_kinds": dict(kinds or {}),
         **_timings([*answers.stats, *heldout_before, *heldout_after]),
         **_stale(answers),
         **_trust(answers.stats),
@@ -174,6 +183,15 @@ def _filtered(rollouts: Sequence[RolloutStats], suffix: str) -> Summary:
     return {**_heldout(kept, "heldout_filtered_", suffix), "heldout_problems_flagged": problems}
 
 
+def _by_kind(rollouts: Sequence[RolloutStats], suffix: str, kinds: Mapping[str, str]) -> Summary:
+    """The held-out rates of other instances of trained families, and of families that are held out whole."""
+    found: Summary = {}
+    for kind in KINDS:
+        of_kind = [r for r in rollouts if kinds.get(r.problem_id) == kind]
+        found |= _heldout(of_kind, f"heldout_{kind}_", suffix) if of_kind else {}
+    return found
+
+
 def best_kernels(rollouts: Sequence[RolloutStats]) -> list[Summary]:
     """The fastest kernel of each problem whose speedup is one (I7), by the lower end of its interval;
     disturbed measurements are not ranked."""
@@ -242,6 +260,9 @@ def _progress_table(summary: Mapping[str, Any]) -> Table:
             table.add_row(name, _format(name, summary.get(f"{name}_first")), _format(name, summary.get(f"{name}_last")))
     table.add_section()
     _add_heldout(table, summary, "held-out problems", "heldout_")
+    counts = Counter((summary.get("heldout_kinds") or {}).values())
+    for kind, words in KINDS.items() if len(counts) > 1 else ():
+        _add_heldout(table, summary, f"{counts[kind]} {words}", f"heldout_{kind}_", BY_KIND)
     if flagged := summary.get("heldout_problems_flagged"):
         _add_heldout(table, summary, f"without {flagged} flagged problems", "heldout_filtered_")
     return table
@@ -259,12 +280,14 @@ def format_first_and_last(summary: Mapping[str, Any]) -> str:
     return str(summary.get("first_and_last", OLD))
 
 
-def _add_heldout(table: Table, summary: Mapping[str, Any], title: str, prefix: str) -> None:
+def _add_heldout(
+    table: Table, summary: Mapping[str, Any], title: str, prefix: str, fields: Sequence[str] = HELDOUT_FIELDS
+) -> None:
     heads = [(when, summary.get(f"{prefix}answers_{when}")) for when in ("before", "after")]
     table.add_row(
         title, *(when if count is None else f"{when}: {count} answers" for when, count in heads), style="bold"
     )
-    for name in HELDOUT_FIELDS:
+    for name in fields:
         table.add_row(name, *(_with_interval(summary, f"{prefix}{name}_{when}", name) for when in ("before", "after")))
 
 

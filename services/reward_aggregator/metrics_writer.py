@@ -13,6 +13,7 @@ from kbrl_async.durable import numbered, write_atomically
 from kbrl_async.evaluation.heldout import AFTER, BEFORE
 from kbrl_async.evaluation.metrics import heldout_scalars
 from kbrl_async.evaluation.rounds import Round
+from kbrl_async.kernels.problems.split import held_out_kinds
 from kbrl_async.learning.policies import manifests
 from kbrl_async.rollouts.buffer.events import BatchTrained
 from kbrl_async.rollouts.scoring import ScoredTurn
@@ -237,6 +238,7 @@ class MetricsWriter:
             busy=self._busy(begun, ended),
             heldout_before=state.heldout(BEFORE),
             heldout_after=state.heldout(AFTER),
+            kinds=held_out_kinds([*state.plan.training, *state.plan.heldout]),
             extra={
                 "run": self._service.run_dir.name,
                 "seed": self._service.config.seed,

@@ -24,8 +24,8 @@ import msgspec
 import pytest
 
 from kbrl_async import cli
+from kbrl_async.cli import distill, optimize, shared
 from kbrl_async.cli import eval as evaluate
-from kbrl_async.cli import optimize, shared
 from kbrl_async.errors import HostError, KbrlError
 from kbrl_async.lab.optimize import engine
 from kbrl_async.lab.optimize.targets import Given, read_target
@@ -322,7 +322,12 @@ def test_every_command_in_running_text_is_taken_by_the_parser(page: Page, capsys
             _parsed(f"{page.name}:{line}", parts, capsys)
 
 
-EPILOGS = {"kbrl": cli.EXAMPLES, "kbrl eval": evaluate.EXAMPLES, "kbrl optimize": optimize.EXAMPLES}
+EPILOGS = {
+    "kbrl": cli.EXAMPLES,
+    "kbrl distill": distill.EXAMPLES,
+    "kbrl eval": evaluate.EXAMPLES,
+    "kbrl optimize": optimize.EXAMPLES,
+}
 
 
 @pytest.mark.parametrize("name", EPILOGS)

@@ -22,6 +22,8 @@ from kbrl_async.kernels.syntax.scope import Scope, Unreadable
 from protocols.records import Problem
 
 HELDOUT = "heldout"
+INSTANCE, FAMILY = "instance", "family"
+"""What is held out: another problem of a family that is trained on, or the whole family."""
 _SIMPLE = frozenset({"add", "sub", "mul", "div", "view", "reshape", "transpose", "contiguous"})
 """Operations that make no family of their own, beside others."""
 
@@ -75,6 +77,14 @@ def family_of(problem: Problem) -> str:
     except (Unreadable, RecursionError):
         return problem.problem_id
     return " ".join(sorted(names - _SIMPLE or names)) or problem.problem_id
+
+
+def held_out_kinds(problems: Iterable[Problem]) -> dict[str, str]:
+    """Of each held-out problem, `INSTANCE` or `FAMILY`: whether one that is trained on computes with the same."""
+    listed = list(problems)
+    trained = {family_of(problem) for problem in listed if problem.split != HELDOUT}
+    held = [problem for problem in listed if problem.split == HELDOUT]
+    return {problem.problem_id: INSTANCE if family_of(problem) in trained else FAMILY for problem in held}
 
 
 def _ranked(names: Iterable[str], split: Split) -> list[str]:

@@ -20,14 +20,18 @@ def is_answer(item: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Whether `item` holds all that `wanted` does, so that whoever has it need only copy.
 
     A single number of floating point counts, as a loss is one; a single integer may be the same by chance, and so may
-    equal values, as all places of a largest element. A cast is no work: what rounds to a narrower answer holds it.
+    equal values, as all places of a largest element. A cast is no work: what rounds to a narrower answer holds it, and
+    integers of another width do.
     """
     if item.numel() != wanted.numel() or item.numel() == 0 or wanted.is_complex() or item.is_complex():
         return False
     if item.numel() == 1 and not (item.is_floating_point() and wanted.is_floating_point()):
         return False
     if not wanted.is_floating_point():
-        return item.dtype == wanted.dtype and any(_equal(one, wanted.flatten()) for one in _orders(item))
+        flat = wanted.flatten()
+        is_alike = not item.is_floating_point() and (item.dtype == torch.bool) == (wanted.dtype == torch.bool)
+        is_chance = not is_alike or _equal(flat, flat[:1].expand_as(flat))
+        return not is_chance and any(_equal(one.to(wanted.dtype), flat) for one in _orders(item))
     item = item.to(wanted.dtype) if item.is_floating_point() else item
     low, high = (float(end) for end in _aminmax(wanted))
     if low == high and wanted.numel() > 1:

@@ -50,7 +50,7 @@ class Reservations:
 
     def __init__(self, folder: Path, total: int) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder, self.total = folder, int(_SHARE * total)
+        self._folder, self.whole, self.total = folder, total, int(_SHARE * total)
         self._gate = os.open(folder / "gate", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self.held = 0
         with self._locked():

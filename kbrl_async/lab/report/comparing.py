@@ -183,6 +183,7 @@ def rows(sides: Sequence[Side]) -> list[ComparedFigure]:
         found += [_training(sides, field, end) for field in WHAT]
     for phase in (BEFORE, AFTER):
         found += [_heldout(sides, field, phase) for field in (*HELDOUT, PASSED)]
+        found += [_heldout(sides, field, phase, kind) for kind in summary.KINDS for field in summary.BY_KIND]
     found += _evaluations(sides)
     return [row for row in found if any(cell.value != "–" for cell in row.cells)]
 
@@ -219,15 +220,22 @@ def _of_two(
     return of(first, around_first, second, around)
 
 
-def _heldout(sides: Sequence[Side], field: str, phase: str) -> ComparedFigure:
-    key = f"heldout_{field}_{phase.removeprefix('eval-')}"
-    asked = [side.heldout.get(phase, {}) for side in sides]
+def _heldout(sides: Sequence[Side], field: str, phase: str, kind: str = "") -> ComparedFigure:
+    """`kind`: of these held-out problems only."""
+    when = phase.removeprefix("eval-")
+    key = f"heldout_{kind}_{field}_{when}" if kind else f"heldout_{field}_{when}"
+    asked = [_of_kind(side, phase, kind) for side in sides]
     apart = [None, *(_heldout_apart(field, asked[0], other) for other in asked[1:])]
     cells = [
         _cell(field, side.summary.get(key), _interval(side.summary, key), difference)
         for side, difference in zip(sides, apart, strict=True)
     ]
-    return ComparedFigure(f"held-out, {phase.removeprefix('eval-')} training", WHAT[field], cells)
+    return ComparedFigure(f"held-out{f', {summary.KINDS[kind]}' if kind else ''}, {when} training", WHAT[field], cells)
+
+
+def _of_kind(side: Side, phase: str, kind: str) -> Samples:
+    kinds, found = side.summary.get("heldout_kinds") or {}, side.heldout.get(phase, {})
+    return {name: of for name, of in found.items() if kinds.get(name) == kind} if kind else found
 
 
 def _heldout_apart(field: str, first: Samples, second: Samples) -> Delta | None:

@@ -25,6 +25,8 @@ from kbrl_async.rollouts.settings import REWARD_PARTS, REWARD_PRESETS, Reward
 from protocols.records import OBSERVED, Fault
 from protocols.rollout import Record
 
+SHARE_NOISE = 0.05
+"""Own shares of the device time that are no further apart count as equal. It is a bound that was set, not measured."""
 PLAN_WEIGHT = 0.1
 """Of a plan part that is named without a weight (TritonRL's α)."""
 
@@ -143,13 +145,25 @@ def reward_of(record: Record, preset: Preset) -> float:
 
 
 def spread_of(record: Record, preset: Preset) -> float:
-    """How much more the turn would earn at the upper end of its speedup's interval: what timing leaves open (I7)."""
-    timing = record.timing
-    if record.bench is None or timing is None or not math.isfinite(timing.hi):
-        return 0.0
-    higher = msgspec.structs.replace(timing, lo=max(timing.lo, timing.hi))
-    at_best = msgspec.structs.replace(record, bench=msgspec.structs.replace(record.bench, timing=higher))
-    return max(0.0, _paid(at_best, preset) - _paid(record, preset))
+    """How much more the turn would earn at the upper end of its speedup's interval, and of what its own share of the
+    time may be: what measuring leaves open (I7)."""
+    return max(0.0, _paid(_at_best(record), preset) - _paid(record, preset))
+
+
+def plan_spread_of(record: Record, preset: Preset) -> float:
+    """The same of the tokens around the kernel."""
+    return max(0.0, plan_reward_of(_at_best(record), preset) - plan_reward_of(record, preset))
+
+
+def _at_best(record: Record) -> Record:
+    if record.bench is None:
+        return record
+    timing, verdict = record.timing, record.verdict
+    if timing is not None and math.isfinite(timing.hi):
+        timing = msgspec.structs.replace(timing, lo=max(timing.lo, timing.hi))
+    if verdict.own_share is not None:
+        verdict = msgspec.structs.replace(verdict, own_share=min(1.0, verdict.own_share + SHARE_NOISE))
+    return msgspec.structs.replace(record, bench=msgspec.structs.replace(record.bench, timing=timing, verdict=verdict))
 
 
 def _paid(record: Record, preset: Preset) -> float:

@@ -129,6 +129,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Where each policy version is uploaded to as well, as file:///…, s3://… or another URL that fsspec knows."""
     name: str | None = None
     """Name of the run, a folder in log_path; null: default, with the seed where it is not the default one."""
+    rounds: list[str] = msgspec.field(default_factory=list)
+    """Runs one after the other, each with settings of its own, such as fusion_rounds.yaml has them; empty: one run."""
     resume: str | None = None
     """Run to continue, by folder or by name in log_path, such as runs/default or latest."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -33,7 +33,7 @@ def best_answers(run: Path, keep: int, *, include_eval: bool) -> Iterator[tuple[
     `include_eval`: those of evaluations, and so of held-out problems, too.
     """
     with ArchiveReader(run / FILE) as archive:
-        ranked = sorted(_right(archive, include_eval), key=_rank)
+        ranked = sorted(_right(archive, include_eval), key=rank)
         kept: dict[str, set[str]] = {}
         for row in ranked:
             texts = kept.setdefault(row.problem_id, set())
@@ -48,8 +48,8 @@ def best_answers(run: Path, keep: int, *, include_eval: bool) -> Iterator[tuple[
             yield f"{run}:{row.task_id}", found
 
 
-def _rank(row: TurnRow) -> tuple[str, bool, float, float]:
-    """Those whose time was disturbed come last."""
+def rank(row: TurnRow) -> tuple[str, bool, float, float]:
+    """Of a problem, best first by reward, then by speed; those whose time was disturbed come last."""
     return row.problem_id, row.disturbed, -(row.reward or 0.0), -(row.lo or 0.0)
 
 

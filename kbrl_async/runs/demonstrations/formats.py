@@ -7,6 +7,7 @@
 | Alpaca | `instruction`, `input` (may be missing or empty), `output`, optional `system` | `output` |
 | completion | `prompt`, `completion`: two texts, or two lists of messages | `completion` |
 | plain | `prompt` (or `question`), `response` (or `answer`); `input`, `output` | `response` |
+| ours | `asked`, `answer`: what `kbrl distill` writes; put before the model as a sampler does | `answer` |
 
 Each record may have a `weight`, or a `reward`, by which it counts beside the others.
 
@@ -64,7 +65,10 @@ def conversation_of(record: Any) -> Conversation:
     for keys, read in _READERS:
         if all(key in record for key in keys):
             return msgspec.structs.replace(_checked(read(record)), weight=_weight(record))
-    known = "messages · conversations · instruction+output · input+output · prompt+completion · prompt+response"
+    known = (
+        "messages · conversations · instruction+output · input+output · prompt+completion · prompt+response · "
+        "asked+answer"
+    )
     have = ", ".join(map(str, list(record)[:6])) or "none"
     raise FormatError(f"no known format: its keys are {have}; known: {known}")
 
@@ -157,6 +161,11 @@ def _plain(prompt: str, response: str) -> Callable[[Mapping[str, Any]], Conversa
     return lambda record: _pair(_text(record[prompt], prompt), _text(record[response], response), is_chat=False)
 
 
+def _asked(record: Mapping[str, Any]) -> Conversation:
+    found = _pair(_text(record["asked"], "asked"), _text(record["answer"], "answer"), is_chat=False)
+    return msgspec.structs.replace(found, is_asked=True)
+
+
 def _untargeted(messages: Sequence[Message]) -> list[Message]:
     return [msgspec.structs.replace(message, is_target=False) for message in messages]
 
@@ -172,6 +181,7 @@ _READERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Conversatio
     (("instruction", "output"), _alpaca),
     (("input", "output"), _plain("input", "output")),
     (("prompt", "completion"), _completion),
+    (("asked", "answer"), _asked),
     (("prompt", "response"), _plain("prompt", "response")),
     (("question", "answer"), _plain("question", "answer")),
     (("prompt", "answer"), _plain("prompt", "answer")),

@@ -51,6 +51,21 @@ def test_runs_are_compared_on_a_page(runs: list[str], tmp_path: Path, capsys: py
     assert text.count("<polyline") == 2 * 5
 
 
+def test_kinds_of_held_out_problems_are_rows_of_their_own(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    for name, rate in (("one", 0.5), ("other", 0.75)):
+        kinds = {"heldout_kinds": {"L1/a": "family"}, "heldout_family_correct_rate_after": rate}
+        (tmp_path / name).mkdir(exist_ok=True)
+        summary.write(tmp_path / name / "summary.json", {"method": "grpo", "rollouts": 96, **kinds})
+    assert main(["compare", runs[0], str(tmp_path / "other")]) == 0
+    shown = capsys.readouterr().out
+    assert "held-out, of families that are not, after training" in shown
+    assert "held-out, of families that are trained on" not in shown
+    assert [cell in shown for cell in ("50\u00a0%", "75\u00a0%")] == [True, True]
+
+
 def test_methods_stand_side_by_side_and_who_has_no_such_curve_is_named(
     runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -199,6 +199,22 @@ def test_an_infrastructure_failure_leaves_the_group_without_the_rollout() -> Non
     assert not driver.state.turns_scored
 
 
+def test_the_curriculum_knows_which_problems_were_begun_and_which_of_them_are_under_way() -> None:
+    driver = Driver(RunState(plan(max_steps=9)))
+    driver.evaluate(BEFORE)
+    groups = [driver.admit() for _ in range(3)]
+    first, second, lost = (driver.problem_of(group) for group in groups)
+    for group in groups[:2]:
+        driver.score(group)
+    for rollout_id in rollout_ids(groups[2], GROUP):
+        driver.do(driver.state.lost(groups[2], rollout_id, "worker_lost", 1.0))
+    known = driver.state.snapshot().curriculum
+    assert known.visits == {first: 1, second: 1, lost: 1}
+    assert known.under_way == {first: 1, second: 1}, "what failed has ended, what waits for its batch has not"
+    driver.train(driver.batch())
+    assert driver.state.snapshot().curriculum.under_way == {}
+
+
 def success(driver: Driver, group: str) -> dict[int, float]:
     """Estimated chance by turn of the group's problem; nothing before any group of it was complete."""
     return driver.state.snapshot().curriculum.success.get(driver.problem_of(group), {})

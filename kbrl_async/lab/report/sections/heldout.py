@@ -25,6 +25,7 @@ from kbrl_async.lab.report.markup import Content, Markup, element
 from kbrl_async.lab.report.model import AFTER, BEFORE, ROUND, RunData
 from kbrl_async.lab.report.plots import Series, line_chart
 from kbrl_async.rollouts.stats import RolloutStats
+from kbrl_async.runs.summary import KINDS
 from kbrl_async.runs.telemetry.by_version import SHARES
 from kbrl_async.runs.telemetry.training_metrics import outcome_rates
 
@@ -48,7 +49,7 @@ def make(run: RunData) -> Markup:
         "an interval of its own, which allows for how differently problems change (Student's, paired)."
     )
     key = legend([("none", "before (above)"), ("correct", "after (below)")])
-    charts = grid([_rates(before, after), _problems(before, after)], "grid two")
+    charts = grid([_rates(before, after, run.summary.get("heldout_kinds") or {}), _problems(before, after)], "grid two")
     curves = grid([_rounds(run), _pass_at_k(before, after)])
     return section("heldout", "Held-out problems", intro, key, charts, curves)
 
@@ -62,10 +63,13 @@ def share(answers: Answers, flag: str) -> ShareInterval | None:
 # ── before and after ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _rates(before: Answers, after: Answers) -> Markup:
+def _rates(before: Answers, after: Answers, kinds: Mapping[str, str]) -> Markup:
     made = [
         two_times(words, *(share(found, SHARES[rate]) for found in (before, after))) for rate, words in RATES.items()
     ]
+    for kind, words in KINDS.items() if len(set(kinds.values())) > 1 else ():
+        parts = ([s for s in found if kinds.get(s.problem_id) == kind] for found in (before, after))
+        made.append(two_times(f"correct, {words}", *(share(part, "correct") for part in parts)))
     chart = rows([*made, axis_row(AXIS)], label="held-out rates before and after", kind="bare")
     then, now = (numbers.times(outcome_rates(found).get("speedup_mean")) for found in (before, after))
     speed = element("p", element("small", f"Correct kernels: {then} before, {now} after (geometric mean)."))

@@ -8,7 +8,7 @@ import pytest
 
 from kbrl_async.cli import preflight
 from kbrl_async.kernels.problems import load_problems
-from kbrl_async.kernels.problems.split import HELDOUT, Split, family_of, with_split
+from kbrl_async.kernels.problems.split import HELDOUT, Split, family_of, held_out_kinds, with_split
 from kbrl_async.runs.config import load
 from kbrl_async.runs.planning import plan_of
 from protocols.records import Problem
@@ -89,3 +89,17 @@ def test_a_run_on_kernelbench_evaluates_what_it_never_trains_on_and_says_so(
 def test_our_own_suite_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     preflight.check_problems(load())
     assert capsys.readouterr().err == ""
+
+
+def test_a_held_out_problem_is_an_instance_where_its_family_is_trained_on() -> None:
+    module = "import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n        return {}\n"
+    does = {
+        "L1/a": ("train", "torch.relu(torch.exp(x))"),
+        "L1/b": ("heldout", "torch.exp(torch.relu(x) * 2)"),
+        "L2/c": ("heldout", "torch.tanh(x)"),
+        "L2/d": ("heldout", "torch.tanh(x) * 3"),
+    }
+    problems = [
+        Problem(name, int(name[1]), name, module.format(text), split=split) for name, (split, text) in does.items()
+    ]
+    assert held_out_kinds(problems) == {"L1/b": "instance", "L2/c": "family", "L2/d": "family"}

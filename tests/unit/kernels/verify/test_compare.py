@@ -232,8 +232,16 @@ def test_a_large_output_is_compared_by_parts_with_the_same_result(
         (torch.zeros(8, dtype=torch.int64), torch.zeros(8), False),
         (torch.tensor([1.003, 2.0]), torch.tensor([1.003, 2.0]).to(torch.bfloat16), True),
         (torch.tensor([1.03, 2.0]), torch.tensor([1.003, 2.0]).to(torch.bfloat16), False),
+        (torch.tensor([[3, 1], [4, 1]]), torch.tensor([[3, 4], [1, 1]], dtype=torch.int32), True),
+        (torch.tensor([3, 1, 4, 2]), torch.tensor([3, 1, 4, 1]), False),
+        (torch.tensor([7, 7]), torch.tensor([7, 7]), False),
+        (torch.tensor([True, False]), torch.tensor([True, False]), True),
+        (torch.tensor([5, 0]), torch.tensor([True, False]), False),
     ],
-    ids=["a loss", "another one", "a count", "equal values", "rounded", "other values"],
+    ids=[
+        *("a loss", "another one", "a count", "equal values", "rounded", "other values"),
+        *("places, turned and narrower", "other places", "equal places", "a mask", "counts beside a mask"),
+    ],
 )
 def test_what_holds_the_answer(item: torch.Tensor, wanted: torch.Tensor, is_one: bool) -> None:
     assert is_answer(item, wanted) is is_one

@@ -262,14 +262,14 @@ def test_a_reference_that_fails_during_a_proof_proves_nothing(
 ) -> None:
     """A candidate that fails without its own kernels needs them; here nobody knows."""
     memory(20 * SIZE)
-    prove = Checker.prove
+    prove = CpuDevice.prove_last
 
-    def failing(self: Checker) -> None:
-        late = CandidateFault(Fault.TIMEOUT, "no result", by=self.reference.session)
+    def failing(self: CpuDevice, checker: Checker) -> None:
+        late = CandidateFault(Fault.TIMEOUT, "no result", by=checker.reference.session)
         monkeypatch.setattr(Reference, "ask", Mock(side_effect=late))
-        prove(self)
+        prove(self, checker)
 
-    monkeypatch.setattr(Checker, "prove", failing)
+    monkeypatch.setattr(CpuDevice, "prove_last", failing)
     options = bench_options(TimingBench(), call_floor_s=1.0, replay=replay)
     with (
         contextlib.closing(Bench(zygote, options, device=DEVICE)) as bench,

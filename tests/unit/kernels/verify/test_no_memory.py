@@ -19,6 +19,7 @@ from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory
 from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.options import bench_options, no_tick
+from kbrl_async.kernels.verify.session import CandidateFault
 from protocols.records import Candidate, Fault, Problem, Verdict
 
 PROBLEM = Problem("L1/01_add", 1, "add", "")
@@ -49,7 +50,7 @@ def judged(first: list[NoMemory | Verdict], device: type[Device] = _Shared) -> t
 def test_whoever_lacks_memory_gives_way_and_tries_again() -> None:
     verdict, references = judged([SHORT] * 2)
     assert verdict.fault is Fault.OK
-    assert references.give_way.call_count == 2
+    assert [way.kwargs["is_last"] for way in references.give_way.call_args_list] == [False, True]
     assert references.get.call_count == 3, "the reference is made anew"
 
 
@@ -60,6 +61,28 @@ def test_a_candidate_beside_others_that_finds_no_memory_is_judged_once_more() ->
     verdict, references = judged([out, out])
     assert (verdict.fault, references.give_way.call_count) == (Fault.OUT_OF_MEMORY, 1)
     assert judged([out], _Alone)[0].fault is Fault.OUT_OF_MEMORY
+
+
+def test_a_reference_that_finds_no_memory_beside_others_is_nobodys_fault() -> None:
+    """What its forward needs inside is in nobody's plan."""
+    out = CandidateFault(Fault.OUT_OF_MEMORY, "CUDA out of memory")
+    out.by = cast(Any, object())
+    checker = Mock(session=None)
+    checker.accuse.side_effect = out
+    for device, wanted in ((_Shared, NoMemory), (_Alone, CandidateFault)):
+        zygote = cast(Any, SimpleNamespace(start=lambda: None, generation=1))
+        bench = Bench(zygote, bench_options(sections.TimingBench(), "cpu"), device=device("a GPU"))
+        with patch.object(bench, "_through_stages", side_effect=out), pytest.raises(wanted):
+            bench._judge(checker, cast(Any, None), False)
+
+
+def test_the_last_time_a_verifier_waits_for_the_whole_gpu() -> None:
+    device, asked = CudaDevice("cuda:0"), list[int]()
+    device.reservations = cast(Any, SimpleNamespace(total=75 << 30))
+    with patch.object(device, "give_back"), patch.object(device, "wait_for", lambda size, tick: asked.append(size)):
+        device.give_way(no_tick)
+        device.give_way(no_tick, is_last=True)
+    assert asked == [0, 75 << 30]
 
 
 def test_it_is_told_in_the_end() -> None:

@@ -11,19 +11,21 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 import torch
 
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.verify import compare, wire
 from kbrl_async.kernels.verify.cuda.arena import BASE
+from kbrl_async.kernels.verify.cuda.proof import of_other_slots
 from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
 from kbrl_async.kernels.verify.cuda.replay.places import Places
 from kbrl_async.kernels.verify.cuda.replay.program import Program
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, place_inputs
 from kbrl_async.kernels.verify.cuda.replay.steps import KernelStep, OperatorStep, Refused
-from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Operator, Recording
+from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Operator, Recording, are_alike
 from kbrl_async.kernels.verify.session import CandidateFault
 from kbrl_async.kernels.verify.tolerance import Tolerance
 from kbrl_async.kernels.verify.validation import overlap, span
@@ -142,11 +144,18 @@ class Host:
 
 
 def session(
-    outputs: list[int], image: Sequence[tuple[int, int]] = (), slots: int = 3, size: int = 4096, **more: bool
+    outputs: list[int],
+    image: Sequence[tuple[int, int]] = (),
+    slots: int = 3,
+    size: int = 4096,
+    nodes: Sequence[list[Any]] = (),
+    **more: bool,
 ) -> tuple[ReplaySession, Host]:
     host = Host(size)
     inputs = [[wire.TensorMeta("float32", (4,), (1,), 64 * slot)] for slot in range(slots)]
-    forwards = [Forward([], ["T", 0], [wire.TensorMeta("float32", (4,), (1,), place)]) for place in outputs]
+    metas = [wire.TensorMeta("float32", (4,), (1,), place) for place in outputs]
+    steps = itertools.chain(nodes, itertools.repeat([]))
+    forwards = [Forward(each, ["T", 0], [meta]) for each, meta in zip(steps, metas, strict=False)]
     plan = Recording(forwards, list(image), size)
     made = ReplaySession(host, plan, [], inputs, host.reserve(0), random.Random(3), **more)  # type: ignore[arg-type]
     return made, host
@@ -354,6 +363,55 @@ def test_before_a_timed_run_outputs_of_slots_that_are_not_in_it_stay() -> None:
     assert raw[1168:].eq(0x7F).all()
 
 
+# ── forwards that know their inputs by place ──────────────────────────────────────────────────────────────────────────
+
+OWN = Kernel("a" * 64, "run", (1, 1, 1), (32, 1, 1), 0, [b"12345678"])
+
+
+def library(*places: int, name: str = "aten::mm") -> Operator:
+    metas = [wire.TensorMeta("float32", (4,), (1,), place) for place in places]
+    return Operator(name, ["L", [["L", [["T", 0]]], ["D", {}]]], metas[:1], metas[1:])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_so"),
+    [
+        ([library(64, 256), msgspec.structs.replace(OWN, arguments=[b"87654321"])], True),
+        ([library(64, 256)], False),
+        ([library(64, 256), msgspec.structs.replace(OWN, grid=(2, 1, 1))], False),
+        ([library(64, 256), msgspec.structs.replace(OWN, name="another")], False),
+        ([library(64, 256, name="aten::relu"), OWN], False),
+        ([OWN, library(64, 256)], False),
+    ],
+)
+def test_forwards_over_all_slots_are_the_same_steps_at_other_places(nodes: list[Any], is_so: bool) -> None:
+    forwards = [Forward(each, ["T", 0], []) for each in ([library(0, 128), OWN], nodes)]
+    assert are_alike(forwards) is is_so
+
+
+@pytest.mark.parametrize(("lazy", "rule"), [((), ""), ((1, 2), "decoy_kernel")])
+def test_own_kernels_are_needed_over_every_slot_that_is_looked_at(lazy: tuple[int, ...], rule: str) -> None:
+    """Over some, the operator makes the answer from inputs that it has there alone."""
+    each = [[library(64 * slot, 2048 + 64 * slot), OWN] for slot in range(3)]
+    made, host = session([1024, 1088, 1152], nodes=each)
+
+    def drawn(slot: int) -> list[torch.Tensor]:
+        made.slots[slot][0].fill_(slot + 1.0)
+        return [2 * made.slots[slot][0]]
+
+    def done(order: Any, deadline_s: float) -> None:
+        place = 2048 + 64 * order.slot
+        if order.slot in lazy:
+            host.arena.raw[place : place + 16].view(torch.float32)[:] = 2 * made.slots[order.slot][0]
+
+    def found(expected: list[torch.Tensor], slot: int) -> tuple[bool, str]:
+        return False, made.answered(lambda got: torch.equal(got, expected[0]), slot)
+
+    host.done = done  # type: ignore[method-assign]
+    finding = of_other_slots(made, [0, 2], 1.0, drawn, found)
+    assert (finding.rule if finding is not None else "") == rule
+
+
 # ── comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -408,7 +466,7 @@ def operator(*places: int) -> Operator:
 def test_own_kernels_of_a_backward_are_those_from_the_first_that_reads_upstream_gradients_on(
     nodes: list[Any], behind: tuple[int, ...] | None
 ) -> None:
-    assert with_gradients(*nodes)[0].own_behind([1]) == behind
+    assert with_gradients(*nodes)[0].own_behind([1], 0) == behind
 
 
 def test_a_forward_without_some_nodes_is_poison_first_and_where_it_faults_it_needs_them() -> None:
@@ -416,7 +474,7 @@ def test_a_forward_without_some_nodes_is_poison_first_and_where_it_faults_it_nee
     asked: list[Any] = []
     host.done = lambda order, deadline_s: asked.append(order)  # type: ignore[method-assign]
     host.arena.raw[OTHER:] = 9
-    made.without((1,), 1.0)
+    made.without((1,), 0, 1.0)
     assert (asked[-1].slot, asked[-1].is_muted, asked[-1].left_out) == (0, False, (1,))
     assert host.arena.raw[OTHER : OTHER + 16].eq(0x7F).all()
 
@@ -425,7 +483,7 @@ def test_a_forward_without_some_nodes_is_poison_first_and_where_it_faults_it_nee
 
     host.done, host.revive = faults, lambda: host.arena  # type: ignore[method-assign, attr-defined]
     host.arena.raw[OTHER:] = 9
-    made.without((1,), 1.0)
+    made.without((1,), 0, 1.0)
     assert host.arena.raw[OTHER : OTHER + 16].eq(0x7F).all()
 
 

@@ -190,6 +190,9 @@ def test_beside_others_it_keeps_little(device: CudaDevice, make: Make) -> None:
 def test_one_of_several_keeps_what_is_within_its_share(device: CudaDevice, make: Make) -> None:
     make()
     device.kept_share = 0.25
+    assert device.may_use(20 * GIB)
+    assert device.rest(20 * GIB), "a quarter of the GPU, not of what may be planned with"
+    assert device.rest(0)
     assert device.may_use(15 * GIB)
     assert device.rest(12 * GIB)
     assert device.may_use(30 * GIB)

@@ -129,6 +129,14 @@ def test_where_every_measurement_was_disturbed_it_says_so(run: RunData) -> None:
     assert "no kernel&#39;s whole interval lies above 1×" in shown
 
 
+def test_kinds_of_held_out_problems_are_shown_apart_where_there_are_both(run: RunData) -> None:
+    names = sorted({turn.stats.problem_id for turn in run.turns if turn.phase == "eval-after"})
+    for first, shown in (("instance", True), ("family", False)):
+        kinds = {name: first if name == names[0] else "family" for name in names}
+        told = msgspec.structs.replace(run, summary={**run.summary, "heldout_kinds": kinds})
+        assert ("correct, of families that are not" in report_page(told)) is shown
+
+
 def test_evaluations_during_training_are_a_chart_of_their_own(run: RunData) -> None:
     rounds = [msgspec.structs.replace(turn, phase="eval-v2") for turn in run.turns if turn.phase == "eval-after"]
     shown = report_page(msgspec.structs.replace(run, turns=[*run.turns, *rounds]))

@@ -12,7 +12,7 @@ from kbrl_async.rollouts.buffer.batching import teaches_nothing, train_groups
 from kbrl_async.rollouts.buffer.group import Group
 from kbrl_async.rollouts.rewards.advantages import leave_one_out
 from kbrl_async.rollouts.rewards.classes import class_rewards, plan_advantages
-from kbrl_async.rollouts.rewards.presets import Preset, find_presets, plan_reward_of, reward_of
+from kbrl_async.rollouts.rewards.presets import Preset, find_presets, plan_reward_of, plan_spread_of, reward_of
 from kbrl_async.rollouts.settings import Reward
 from kbrl_async.rollouts.turns import with_returns
 from protocols.records import BenchReport, BuildReport, Fault, Generation, Timing, TrainSample, Verdict
@@ -49,6 +49,35 @@ def test_a_sample_without_a_known_kernel_stands_apart_from_the_plans() -> None:
     broken = sample(0.0, 9.0, code=(0, 0))
     found = advantages(sample(1.0, 2.0), sample(1.0, 0.0), broken)
     assert [plan for _, plan in found] == pytest.approx([0.2, -0.2, 0.0])
+
+
+def timed(plan: float, spread: float, source: str) -> TrainSample:
+    return msgspec.structs.replace(sample(1.0, plan), plan_spread=spread, source=source)
+
+
+def test_plans_whose_speeds_timing_cannot_tell_apart_are_equal() -> None:
+    """Three right kernels, 2.00, 2.05 and 2.10 times as fast give or take .1, and one that is five times as fast."""
+    alike = [timed(plan, 0.2, name) for plan, name in ((2.0, "a"), (2.05, "b"), (2.1, "c"))]
+    assert teaches_nothing(group(*alike), buffer_rules())
+    found = [plan for _, plan in advantages(*alike, timed(5.0, 0.2, "d"))]
+    assert found[0] == found[1] == found[2] < 0 < found[3]
+
+
+def test_what_timing_leaves_open_of_a_plan_is_known_from_its_interval() -> None:
+    (preset,) = find_presets(Reward(preset="plan_code"))
+    made = turn(WRITTEN, BuildReport(Fault.OK), benched(Fault.OK, timing(2.0, 0.25)))
+    assert plan_spread_of(made, preset) == pytest.approx(0.5)
+    assert plan_spread_of(WRONG, preset) == 0.0
+
+
+@pytest.mark.parametrize(("how", "spread"), [("sum", 0.2 + 0.5 * 0.1), ("max", 0.5 * 0.1)])
+def test_a_return_is_as_open_as_the_turns_that_it_is_made_of(how: str, spread: float) -> None:
+    """In a maximum a worse turn's interval says nothing where it ends below what the best one comes to."""
+    turns = [sample(0.1), msgspec.structs.replace(sample(0.9), turn=1)]
+    turns = [msgspec.structs.replace(s, reward_spread=e) for s, e in zip(turns, (0.2, 0.1), strict=True)]
+    first, last = with_returns(turns, turn_rules(2, 0.5, returns=how))
+    assert first.reward_spread == pytest.approx(spread)
+    assert last.reward_spread == pytest.approx(0.1)
 
 
 def test_without_a_weight_there_is_one_class() -> None:

@@ -52,6 +52,67 @@ def test_harder_levels_come_in_as_the_easier_ones_are_solved() -> None:
     assert after == pytest.approx(0.5, abs=0.08)
 
 
+def trained(made: CurriculumTracker, right: dict[str, float], groups: int) -> Counter[str]:
+    """How often each problem was met in so many groups of eight answers, four under way at a time."""
+    open_, met = [], Counter[str]()
+    for count in range(groups):
+        chosen = made.pick(count, frozenset()).problem_id
+        made.began(chosen)
+        met[chosen] += 1
+        open_.append(chosen)
+        if len(open_) == 4:
+            for problem_id in open_:
+                for number in range(8):
+                    made.observe(problem_id, 0, correct=number < 8 * right[problem_id])
+                made.ended(problem_id)
+            made.batch_trained(BatchRates(1.0, 0.5))
+            open_ = []
+    return met
+
+
+def many(visits: int, count: int = 120) -> tuple[CurriculumTracker, dict[str, float]]:
+    """A third of them always solved, a third never, a third half of the time."""
+    problems = [Problem(f"L1/{number}", 1, "p", "") for number in range(count)]
+    right = {problem.problem_id: (0.0, 0.5, 1.0)[number % 3] for number, problem in enumerate(problems)}
+    return CurriculumTracker(Curriculum(kind="learnable", visits=visits), problems, seed=1), right
+
+
+def test_learnable_problems_are_met_as_often_as_asked_and_solved_ones_once() -> None:
+    made, right = many(visits=4)
+    met = trained(made, right, 120)
+    between = [times for problem_id, times in met.items() if right[problem_id] == 0.5]
+    assert {times for problem_id, times in met.items() if right[problem_id] == 1} == {1}
+    assert max(times for problem_id, times in met.items() if right[problem_id] == 0) == 2
+    assert max(between) == 4
+    assert sum(between) / len(between) > 2.5
+    free, right = many(visits=0)
+    assert sum(times > 2 for times in trained(free, right, 120).values()) < 12
+
+
+def test_a_problem_is_not_gone_back_to_while_a_group_of_it_is_open() -> None:
+    made, _ = many(visits=4)
+    for count in range(60):
+        chosen = made.pick(count, frozenset()).problem_id
+        assert not made.state().under_way.get(chosen)
+        made.began(chosen)
+        made.observe(chosen, 0, correct=True)
+        made.observe(chosen, 0, correct=False)
+
+
+def test_when_all_were_met_they_are_met_again() -> None:
+    made, right = many(visits=2, count=6)
+    assert set(trained(made, right, 60)) == set(right)
+
+
+def test_visits_come_back_with_the_state() -> None:
+    made, right = many(visits=4)
+    trained(made, right, 22)
+    restored, _ = many(visits=4)
+    restored.restore(made.state())
+    ours = [made.pick(count, frozenset()) for count in range(22, 60)]
+    assert [restored.pick(count, frozenset()) for count in range(22, 60)] == ours
+
+
 def test_problems_that_are_solved_half_of_the_time_come_more_often() -> None:
     made = curriculum("learnable")
     for _ in range(60):

@@ -286,6 +286,21 @@ def test_coverage_is_the_own_share_of_a_right_kernel_where_it_is_known() -> None
     assert reward_of(with_share(record(lo=8.0), 0.4), preset) == pytest.approx(1 + 0.2 + 2.0)
 
 
+@pytest.mark.parametrize(("share", "lo", "paid"), [(0.5, 1.0, 0.5), (0.8, 0.4, 0.32), (0.5, 3.0, 0.5)])
+def test_own_code_that_wastes_time_earns_no_coverage(share: float, lo: float, paid: float) -> None:
+    """Own kernels that take four times as long would else raise a share of .5 to .8, and the reward with it."""
+    assert part_of(with_share(record(lo=lo), share), "coverage") == pytest.approx(paid)
+
+
+def test_own_shares_that_measuring_cannot_tell_apart_are_equal() -> None:
+    (preset,) = find_presets(Reward(preset="correct", coverage_weight=0.5))
+    known = with_share(record(lo=2.0), 0.4)
+    assert presets.spread_of(known, preset) == pytest.approx(0.5 * presets.SHARE_NOISE)
+    assert presets.spread_of(with_share(record(lo=2.0), 1.0), preset) == 0.0
+    (least,) = find_presets(Reward(preset="correct", least_coverage=0.3))
+    assert presets.spread_of(with_share(record(lo=2.0), 0.28), least) == 1.0, "it may be above the threshold"
+
+
 def test_who_lets_others_work_is_paid_as_a_wrong_kernel_and_the_unknown_is_not() -> None:
     (preset,) = find_presets(Reward(preset="stage3", least_coverage=0.3))
     wrong = reward_of(record(verdict=Fault.INCORRECT, passed=0), preset)

@@ -62,6 +62,14 @@ def test_every_configuration_that_we_ship_is_one(path: Path) -> None:
     load([path])
 
 
+def test_recipes_of_others_have_their_constants() -> None:
+    kevin, doctor = (load([CONFIGS / f"kernelbench_{name}.yaml"]) for name in ("kevin_32b", "dr_kernel"))
+    assert (kevin.gamma, kevin.turns.returns, kevin.turns.stop, kevin.split) == (0.4, "sum", "never", "kevin")
+    assert kevin.reward.preset == "kevin"
+    assert (doctor.reward.coverage_weight, doctor.reward.least_coverage) == (0.5, 0.3)
+    assert (doctor.loss, doctor.advantage) == ("reinforce", "leave_one_out")
+
+
 def test_kevin_and_retrieved_examples_are_ready_alone_and_together() -> None:
     raicl, kevin, both = (load([CONFIGS / f"kernelbench_{name}.yaml"]) for name in ("raicl", "kevin", "kevin_raicl"))
     assert (raicl.prompt.option, raicl.mode) == ("raicl", "single_turn")

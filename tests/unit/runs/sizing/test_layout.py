@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
 from kbrl_async.errors import HostError, UserError
 from kbrl_async.runs.config import Config, load
-from kbrl_async.runs.config.placement import Gpu
+from kbrl_async.runs.config.placement import Gpu, wanted
+from kbrl_async.runs.sizing.advice import Wish, as_tree, capacity_of, recommend
 from kbrl_async.runs.sizing.footprint import GB
-from kbrl_async.runs.sizing.layout import Wish, as_tree, capacity_of, check, misfit, recommend, tenants
+from kbrl_async.runs.sizing.layout import check, misfit, tenants
 from kbrl_async.shapes import KNOWN
 
 H100, H200 = Gpu("0", "NVIDIA H100", 79.2), Gpu("0", "NVIDIA H200", 140.0)
 HOST = 16 * GB
+CONFIGS = Path(__file__).parents[4] / "configs"
 
 
 def config(*words: str) -> Config:
@@ -32,6 +35,24 @@ def test_the_same_with_an_adapter_fits() -> None:
     asked = config("model_name=Qwen2.5-7B", "device=cuda", "sampler.engine=vllm", "max_tokens=4096", "lora_rank=32",
                    "learner.memory_gb=30", "sampler.memory_share=0.4", "sampler.slots=16")  # fmt: skip
     assert misfit(asked, KNOWN["Qwen2.5-7B"], [H100], HOST) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "gpu", "count"),
+    [
+        ("kernelbench", "Qwen2.5-7B", H100, 1),
+        ("kernelbench_dr_kernel", "Qwen2.5-7B", H100, 4),
+        ("kernelbench_kevin_32b", "Qwen3-32B", H200, 4),
+    ],
+)
+def test_recipes_for_real_models_fit_the_gpus_that_they_name(name: str, shape: str, gpu: Gpu, count: int) -> None:
+    asked = load([CONFIGS / f"{name}.yaml"])
+    assert wanted(asked) == count
+    host = [msgspec.structs.replace(gpu, id=str(place)) for place in range(count)]
+    assert misfit(asked, KNOWN[shape], host, HOST) is None
+    assert (asked.learner.epochs, asked.learner.negative_scale, asked.learner.scale_advantages) == (1, 1, False)
+    too_small = [msgspec.structs.replace(one, memory_gib=10.0) for one in host]
+    assert misfit(asked, KNOWN[shape], too_small, HOST) is not None
 
 
 def test_a_sampler_that_holds_copies_in_fp32_is_named() -> None:

@@ -118,6 +118,20 @@ def test_shares_of_heldout_answers_come_with_their_intervals() -> None:
     assert built([])["heldout_correct_rate_after_95"] is None
 
 
+def test_instances_of_trained_families_are_told_from_families_that_are_held_out() -> None:
+    answers = [kernel("L1/i", 3.0, 2.0)] * 8 + [wrong()] * 6 + [kernel("p", 3.0, 2.0)] * 2
+    made = built([], heldout_before=[wrong()], heldout_after=answers, kinds={"L1/i": "instance", "p": "family"})
+    assert (made["heldout_correct_rate_after"], made["heldout_instance_correct_rate_after"]) == (0.625, 1.0)
+    assert (made["heldout_family_correct_rate_after"], made["heldout_family_pass_at_8_after"]) == (0.25, 1.0)
+    assert made["heldout_family_correct_rate_after_95"] == pytest.approx((0.0715, 0.5907), abs=1e-4)
+    assert "heldout_instance_correct_rate_before" not in made, "none was asked"
+    text = printed(made)
+    assert "1 of families that are trained on" in text
+    assert "1 of families that are not" in text
+    alone = printed(built([], heldout_after=answers, kinds={"L1/i": "instance", "p": "instance"}))
+    assert "of families" not in alone
+
+
 def test_heldout_scores_are_shown_with_and_without_flagged_problems() -> None:
     flagged = msgspec.structs.replace(kernel("zeros", 3.0, 2.0), flagged=True)
     made = built([], heldout_before=[wrong(), flagged], heldout_after=[wrong(), flagged])

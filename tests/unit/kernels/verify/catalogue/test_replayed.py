@@ -15,7 +15,7 @@ import torch
 from kbrl_async.kernels.verify import Bench, checks, reference
 from kbrl_async.kernels.verify.cpu import replay, stopwatch
 from kbrl_async.kernels.verify.cpu.statics import Statics
-from protocols.records import OBSERVED, Candidate, Fault, Problem, Verdict
+from protocols.records import OBSERVED, Candidate, Fault, Problem, Timing, Verdict
 from tests.unit.kernels.verify.catalogue.exploits import (
     CALL,
     LINEAR,
@@ -348,6 +348,34 @@ def test_an_observed_speed_holds_even_if_its_process_answers_in_no_time(
     timing = judge(kernel(), CALL).timing
     assert timing is not None
     assert timing.lo == seen[-1][0].interval.lo, "a replay has the reference's own runner"
+
+
+def test_a_time_of_what_was_only_watched_is_none_of_an_equal_source_that_is_replayed(
+    replaying: Bench, compile_raw: Callable[[str], dict[str, Path]], monkeypatch: Patch
+) -> None:
+    """By chance it is the one or the other: a time that its own process forged would be paid as a replayed one."""
+    measured = iter(range(2, 100))
+
+    def measure(*given: object) -> Timing:
+        speedup = float(next(measured))
+        return Timing(8, speedup, 0.9 * speedup, 1.1 * speedup, 1.0, 1.0, spent_s=0.1)
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    source = MODEL.format(
+        source=kernel(),
+        init="        import os\n        self.odd = os.urandom(1)[0] % 2",
+        forward=textwrap.indent("if self.odd:\n    float(x.sum())\n" + CALL, " " * 8),
+    )
+    posed, paths = Problem("L1/04_replayed", 1, "replayed", LINEAR), compile_raw(kernel())
+    seen: dict[str, set[float]] = {}
+    reports = 0
+    while reports < 6 or (len(seen) < 2 and reports < 40):
+        found = replaying.evaluate(posed, Candidate(source, "c"), paths, group="a group")
+        assert found.timing is not None, found.verdict
+        seen.setdefault(found.verdict.trust, set()).add(found.timing.speedup)
+        reports += 1
+    assert len(seen) == 2
+    assert not set.intersection(*seen.values())
 
 
 def test_the_reference_goes_by_the_same_door(judge: Judge) -> None:
