@@ -32,6 +32,7 @@ import structlog
 
 from kbrl_async.errors import ConfigError, HostError, InfraError, KbrlError
 from protocols import messages as msg
+from protocols.names import unresolved
 from protocols.prefetch import Prefetch
 from protocols.rollout import RecordError
 from protocols.session import Abandon, Drained, Effect, Emit, Start, WorkerSession
@@ -41,7 +42,6 @@ from services.runtime.meters import LoadMeter
 from services.runtime.pulse import serving
 from services.runtime.quiet import PauseGate, QuietWindows
 from services.runtime.setbacks import Setbacks
-from services.runtime.silence import tell
 from services.runtime.transfers import Transfers
 
 LONELY_S = 20.0
@@ -261,7 +261,7 @@ class Worker:
         elif now - self._lonely_since >= LONELY_S:
             self._lonely_since = now
             has_keys = self._keys is not None
-            asyncio.get_running_loop().run_in_executor(None, tell, self._address, LONELY_S, has_keys)
+            asyncio.get_running_loop().run_in_executor(None, _warn, self._address, LONELY_S, has_keys)
 
     def _is_wedged(self, now: float) -> bool:
         wedge_s = self._options.wedge_s
@@ -389,3 +389,13 @@ class Worker:
         await asyncio.gather(*jobs, *helpers, return_exceptions=True)
         self._perform(self.session.bye())
         self._channel.close()
+
+
+def _warn(address: str, silent_s: float, has_keys: bool) -> None:
+    """One warning. May block on a name server: not for an event loop."""
+    said = f"no answer from the broker at {address} for {silent_s:.0f} s"
+    if reason := unresolved(address):
+        log.warning(f"{said}: {reason}", cure="correct the name or this host's DNS; it is tried again all the while")
+        return
+    cure = "see that it runs and can be reached" + ("; is this key on its allow-list?" if has_keys else "")
+    log.warning(said, cure=cure)

@@ -235,8 +235,8 @@ ANOTHER = "if not own: return torch.mm(x, y)\n        known = x"
 THE_SAME = "known = torch.mm(self.zeros if own else x, y)"
 
 
-@pytest.mark.parametrize("body", [ANOTHER, THE_SAME])
-def test_what_works_itself_over_the_first_inputs_alone_is_no_own_work(judge: Judge, body: str) -> None:
+@pytest.mark.parametrize(("body", "rule"), [(ANOTHER, "no_own_kernel"), (THE_SAME, "decoy_kernel")])
+def test_what_works_itself_over_the_first_inputs_alone_is_no_own_work(judge: Judge, body: str, rule: str) -> None:
     """Over the others the library does: by other steps, or by the same on something else."""
 
     def judged(lies: bool) -> BenchReport:
@@ -244,11 +244,8 @@ def test_what_works_itself_over_the_first_inputs_alone_is_no_own_work(judge: Jud
         return judge(PRODUCT, source, "cuda-nvrtc", timing=True)
 
     assert is_replayed(judged(False)), "who works itself over all of them"
-    found = judged(True)
-    if body is ANOTHER:
-        assert "other steps for other inputs" in found.verdict.trust_reason, found.verdict
-    else:
-        assert (found.verdict.fault, found.verdict.rule) == (Fault.CHEATING, "decoy_kernel"), found.verdict
+    found = judged(True).verdict
+    assert (found.fault, found.rule) == (Fault.CHEATING, rule), found
 
 
 LARGEST = ADD.replace("x * 2 + y + self.shift", "torch.argmax(x, dim=-1)")
@@ -274,6 +271,38 @@ class ModelNew(nn.Module):
 
 def test_a_kernel_that_copies_the_librarys_places_is_a_decoy(judge: Judge) -> None:
     found = judge(LARGEST, COPIES, "cuda-nvrtc", timing=True).verdict
+    assert (found.fault, found.rule) == (Fault.CHEATING, "decoy_kernel"), found
+
+
+JOINS = '''
+import torch
+import torch.nn as nn
+from kbrl_async.launch import cuda_kernel
+
+SOURCE = r"""
+extern "C" __global__ void joined(const float *a, const float *b, float *out) {
+    int half = 128 * 256, i = blockIdx.x * blockDim.x + threadIdx.x;
+    out[i] = i < half ? a[i] : b[i - half];
+}
+"""
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernel = cuda_kernel(SOURCE, "joined")
+
+    def forward(self, x, y):
+        a = torch.mm(x[:128], y)
+        gap = torch.empty(4096, device="cuda")
+        b = torch.mm(x[128:], y)
+        out = torch.empty_like(x)
+        self.kernel[256, 256](a, b, out)
+        return out
+'''
+
+
+def test_a_kernel_that_joins_the_librarys_halves_is_a_decoy(judge: Judge) -> None:
+    found = judge(PRODUCT, JOINS, "cuda-nvrtc", timing=True).verdict
     assert (found.fault, found.rule) == (Fault.CHEATING, "decoy_kernel"), found
 
 

@@ -26,7 +26,7 @@ REMAINING: dict[str, tuple[int, str]] = {
     ),
     "tests/unit/kernels/verify/record/test_own_graphs.py": (1, FORWARDS),
     "tests/unit/kernels/verify/record/test_recorders.py": (1, RECORDERS),
-    "tests/unit/kernels/verify/record/test_second_recorders.py": (40, RECORDERS),
+    "tests/unit/kernels/verify/record/test_second_recorders.py": (37, RECORDERS),
     "tests/unit/kernels/verify/test_cuda_parts.py": (29, FORWARDS),
     "tests/unit/kernels/verify/test_large.py": (2, "a secret draw: what is in memory when one is made"),
     "tests/unit/kernels/verify/test_memory.py": (2, "a system call that moves less than it was asked to"),

@@ -1,5 +1,5 @@
 """What timing asks of a device, one folder a kind: `cpu`, `cuda`. A further kind is a further folder with a `device`
-module, and one line in `_KINDS`; nothing else here asks which kind it is.
+module, and one line in `KINDS`; nothing else here asks which kind it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kbrl_async.errors import ConfigError, UserError
 from kbrl_async.kernels.timing.methods import Method
 from kbrl_async.kernels.timing.roofline import Peaks
 
-_KINDS = {
+KINDS = {
     "cpu": "kbrl_async.kernels.timing.cpu.device:TimedCpu",
     "cuda": "kbrl_async.kernels.timing.cuda.device:TimedGpu",
 }
@@ -97,9 +97,9 @@ def timed_device(name: str) -> TimedDevice:
     :raises UserError: nobody knows such a kind.
     """
     kind = name.partition(":")[0]
-    if kind not in _KINDS:
-        raise UserError(f"{name!r} is no device", f"Choose {', '.join(_KINDS)} or cuda:N")
-    module, _, place = _KINDS[kind].partition(":")
+    if kind not in KINDS:
+        raise UserError(f"{name!r} is no device", f"Choose {', '.join(KINDS)} or cuda:N")
+    module, _, place = KINDS[kind].partition(":")
     made: TimedDevice = getattr(importlib.import_module(module), place)(name)
     return made
 

@@ -120,11 +120,6 @@ class Bench:
     def device(self) -> str:
         return self.options.device
 
-    @property
-    def references_kept(self) -> int:
-        """Living reference children."""
-        return len(self.references)
-
     def evaluate(
         self,
         problem: Problem,

@@ -6,13 +6,14 @@ Its functions are bound at import: it is asked inside of children, too, after th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 _SAME = 1e-4
 """Relative to the scale of the answer: a copy through an own kernel that adds a little noise is still a copy."""
 _MOST_DIMENSIONS = 5
+_MOST_BEGINS = 64
 _equal, _aminmax = torch.equal, torch.aminmax
 
 
@@ -43,6 +44,36 @@ def is_answer(item: torch.Tensor, wanted: torch.Tensor) -> bool:
         return False
     flat = wanted.flatten().double()
     return any(bool(((one.double() - flat).abs() <= near + _SAME * flat.abs()).all()) for one in _orders(item))
+
+
+def runs_of(sizes: Sequence[int], total: int) -> list[slice]:
+    """Where several that follow each other come to so much together.
+
+    >>> runs_of([1, 2, 3, 3, 6], 6)
+    [slice(0, 3, None), slice(2, 4, None)]
+    """
+    found = []
+    for begin in range(min(len(sizes), _MOST_BEGINS)):
+        end, left = begin, total
+        while end < len(sizes) and left > 0:
+            left -= sizes[end]
+            end += 1
+        if left == 0 and end - begin > 1:
+            found.append(slice(begin, end))
+    return found
+
+
+def are_answer(parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> bool:
+    """Whether these are the answer in parts: joined along one of their dimensions, as `is_answer` says."""
+    return any(is_answer(one, wanted) for one in _joined(parts))
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Along each dimension that allows it."""
+    for along in range(parts[0].dim()):
+        rests = {(one.dtype, one.shape[:along], one.shape[along + 1 :], one.dim()) for one in parts}
+        if len(rests) == 1:
+            yield torch.cat(list(parts), along)
 
 
 def _orders(item: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -127,16 +127,19 @@ def counted(forward: Forward) -> dict[str, tuple[int, bool]]:
     return {name: (count, False) for name, count in library.items()} | {n: (c, True) for n, c in own.items()}
 
 
-def digest(forward: Forward) -> str:
+def digest(forwards: Iterable[Forward]) -> str:
     """Of which kernels and operators there are, on what shapes: a tuned kernel may be launched in several ways."""
-    return hashlib.sha256(repr([_identity(node) for node in forward.nodes]).encode()).hexdigest()
+    steps = dict.fromkeys(repr([_identity(node) for node in forward.nodes]) for forward in forwards)
+    return hashlib.sha256("\n".join(steps).encode()).hexdigest()
 
 
-def are_alike(forwards: Sequence[Forward]) -> bool:
-    """Whether forwards over all slots consist of the same steps. Own kernels are looked for in a few of them, and all
-    are timed: a forward that knows its inputs by their place could leave the others to the library.
-    """
-    return len({repr([(_identity(node), _launch(node)) for node in forward.nodes]) for forward in forwards}) <= 1
+def ways(forwards: Sequence[Forward]) -> list[list[int]]:
+    """Slots by what is done over them: one list where forward does the same over all."""
+    found: dict[str, list[int]] = {}
+    for slot, forward in enumerate(forwards):
+        steps = repr([(_identity(node), _launch(node)) for node in forward.nodes])
+        found.setdefault(steps, []).append(slot)
+    return list(found.values())
 
 
 def _launch(node: Node) -> tuple[object, ...]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import math
 
+import torch
+
 from kbrl_async.kernels.verify import proof, wire
 from kbrl_async.kernels.verify.checks import DEGENERATE_NOTE, Checker
 from kbrl_async.kernels.verify.cpu.replay import CpuReplaySession
 from kbrl_async.kernels.verify.input_set import InputSet, place, tensors_of
-from kbrl_async.kernels.verify.layouts import is_answer
+from kbrl_async.kernels.verify.layouts import are_answer, is_answer, runs_of
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Session
 from protocols.records import Fault
 
@@ -92,13 +94,22 @@ class OwnKernels:
         outputs, kept = self._parts(outcome)
         if self._checker.is_right(session, outputs, input_set):
             return proof.of_muted(outcome.trace, True)
-        sizes = {tensor.numel() for tensor in input_set.expected}
+        results: dict[str, list[wire.TensorMeta]] = {}
         for name, meta in kept.items():
-            if math.prod(meta.shape) in sizes:
-                item = session.read(meta)
-                if any(is_answer(item, wanted) for wanted in input_set.expected):
-                    return proof.passed_on(name.partition(" ")[2])
+            results.setdefault(name.partition(" ")[2], []).append(meta)
+        for operator, metas in results.items():
+            if any(self._holds(session, metas, wanted) for wanted in input_set.expected):
+                return proof.passed_on(operator)
         return None
+
+    def _holds(self, session: Session, metas: list[wire.TensorMeta], wanted: torch.Tensor) -> bool:
+        """Whether one of an operator's results is the answer, or several that follow each other are its parts."""
+        sizes = [math.prod(meta.shape) for meta in metas]
+        alone = (meta for meta, size in zip(metas, sizes, strict=True) if size == wanted.numel())
+        if any(is_answer(session.read(meta), wanted) for meta in alone):
+            return True
+        parts = (metas[run] for run in runs_of(sizes, wanted.numel()))
+        return any(are_answer([session.read(meta) for meta in run], wanted) for run in parts)
 
     def _parts(self, outcome: ForwardOutcome) -> tuple[ForwardOutcome, dict[str, wire.TensorMeta]]:
         try:

@@ -35,8 +35,8 @@ class CapturedKernels:
             return self._launches()
         names, session = captured.kernels, self._sides.candidate
         own = session.own_kernels(candidate.source)
-        if isinstance(session, ReplaySession) and not own:
-            return proof.of_recorded(session.trace, has_times=False)
+        if isinstance(session, ReplaySession) and (bare := session.bare_trace) is not None:
+            return proof.of_recorded(bare, has_times=False)
         if not own:  # `<<<…>>>` without a stream is launched beside any capture: look at what was launched
             return self._launches()
         self._checker.evidence = cuda_proof.evidence(names, own)
@@ -44,7 +44,8 @@ class CapturedKernels:
             self._checker.own_share, self._checker.evidence = 1.0, cuda_proof.evidence(names, own, 1.0)
             return None
         whole = left = math.inf
-        slot, *others = self._proven_slots()
+        count = self._sides.batch
+        slot, *others = session.secret_slots(count, _PROVEN) if isinstance(session, ReplaySession) else [0]
         for _ in range(_LOOKS):  # others' work is in these times, too, on either side: the least of each holds
             whole_ns, left_ns, is_right, answered = self.without(own, slot)
             whole, left = min(whole, whole_ns), min(left, left_ns)
@@ -64,7 +65,7 @@ class CapturedKernels:
         session, reference = self._sides.candidate, self._checker.reference
         if not (reference.declared.backward and isinstance(session, ReplaySession)) or self._sides.nominal.degenerate:
             return None
-        slot = self._proven_slots()[0]
+        slot = session.secret_slots(self._sides.batch, 1)[0]
         behind = session.own_behind(tensors_of(reference.tree, len(reference.tree[1]) - 1), slot)
         if behind is None:
             return None
@@ -74,12 +75,6 @@ class CapturedKernels:
         session.without(behind, slot, self._sides.limit_s)
         is_right = self._sides.differ(session.outputs(slot, slot + 1), expected).wrong == 0
         return proof.of_backward(True) if is_right else None
-
-    def _proven_slots(self) -> list[int]:
-        """Of what is replayed a secret few of those that are timed: a kernel may know its inputs by their place."""
-        if not isinstance(self._sides.candidate, ReplaySession):
-            return [0]
-        return self._sides.drawn_slots(_PROVEN)
 
     def _over(self, session: ReplaySession, slots: list[int]) -> proof.Finding | None:
         limit = 10 * self._sides.limit_s

@@ -124,10 +124,6 @@ class Sides:
                 place(side, slot, one)
         return {slot: one.tolerances for slot, one in zip(slots, chosen, strict=True)}
 
-    def drawn_slots(self, most: int) -> list[int]:
-        """A secret few of those that are timed."""
-        return self._rng.sample(range(self.batch), min(self.batch, most))
-
     def check(self, first: int, count: int) -> None:
         """After a timed call over these slots.
 

@@ -171,7 +171,7 @@ class Abacus(TimedDevice):
 
 
 def test_a_third_kind_of_device_is_a_third_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_KINDS", {"abacus": f"{__name__}:Abacus"})
+    monkeypatch.setattr(device, "KINDS", {"abacus": f"{__name__}:Abacus"})
     monkeypatch.setitem(sys.modules, __name__, types.SimpleNamespace(Abacus=Abacus))
     found = peaks_of("abacus:13", tmp_path, hardware_of("abacus:13"))
     assert found is not None

@@ -225,7 +225,7 @@ def test_what_others_plan_with_is_given_back_and_asked_for_again(
     assert next(iter(bench.references.kept.values())) is not first, "others had the memory: it is made anew"
     monkeypatch.setattr(DEVICE, "rest", lambda kept: not kept)
     judge(bench, RIGHT, compile_raw)
-    assert bench.references_kept == 0
+    assert len(bench.references) == 0
 
 
 def test_where_memory_has_come_back_new_sets_are_kept_and_candidates_timed(

@@ -21,11 +21,13 @@ from kbrl_async.kernels.verify.cuda.arena import BASE
 from kbrl_async.kernels.verify.cuda.proof import of_other_slots
 from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
+from kbrl_async.kernels.verify.cuda.replay.outline import ways
 from kbrl_async.kernels.verify.cuda.replay.places import Places
 from kbrl_async.kernels.verify.cuda.replay.program import Program
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, place_inputs
 from kbrl_async.kernels.verify.cuda.replay.steps import KernelStep, OperatorStep, Refused
-from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Operator, Recording, are_alike
+from kbrl_async.kernels.verify.proof import of_recorded
+from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Operator, Recording
 from kbrl_async.kernels.verify.session import CandidateFault
 from kbrl_async.kernels.verify.tolerance import Tolerance
 from kbrl_async.kernels.verify.validation import overlap, span
@@ -384,9 +386,29 @@ def library(*places: int, name: str = "aten::mm") -> Operator:
         ([OWN, library(64, 256)], False),
     ],
 )
-def test_forwards_over_all_slots_are_the_same_steps_at_other_places(nodes: list[Any], is_so: bool) -> None:
+def test_forwards_are_alike_where_they_are_the_same_steps_at_other_places(nodes: list[Any], is_so: bool) -> None:
     forwards = [Forward(each, ["T", 0], []) for each in ([library(0, 128), OWN], nodes)]
-    assert are_alike(forwards) is is_so
+    assert ways(forwards) == ([[0, 1]] if is_so else [[0], [1]])
+
+
+def test_each_way_that_forward_goes_is_looked_at_in_a_secret_slot() -> None:
+    each = [[OWN], *[[library(0, 128), OWN]] * 14, [library(0, 256), library(0, 128), OWN]]
+    made, _ = session([1024 + 64 * slot for slot in range(16)], slots=16, nodes=each)
+    seen = [made.secret_slots(16, 4) for _ in range(200)]
+    assert all({0, 15} < set(slots) and len(set(slots)) == 4 for slots in seen)
+    assert {slot for slots in seen for slot in slots} == set(range(16))
+    assert len({slots[0] for slots in seen}) > 4, "which comes first, and is timed, is secret"
+    assert all(0 in slots and len(slots) == 2 for slots in (made.secret_slots(15, 1) for _ in range(20)))
+    assert made.bare_trace is None
+    assert set(made.kernels) == {"run", "aten::mm"}
+
+
+def test_a_forward_that_has_no_own_kernel_over_some_inputs_is_found() -> None:
+    made, _ = session([1024, 1088, 1152], nodes=[[OWN], [OWN], [library(0, 256)]])
+    assert made.bare_trace is not None
+    found = of_recorded(made.bare_trace, has_times=False)
+    assert found is not None
+    assert (found.rule, found.fault) == ("no_own_kernel", Fault.CHEATING)
 
 
 @pytest.mark.parametrize(("lazy", "rule"), [((), ""), ((1, 2), "decoy_kernel")])
@@ -410,6 +432,19 @@ def test_own_kernels_are_needed_over_every_slot_that_is_looked_at(lazy: tuple[in
     host.done = done  # type: ignore[method-assign]
     finding = of_other_slots(made, [0, 2], 1.0, drawn, found)
     assert (finding.rule if finding is not None else "") == rule
+
+
+@pytest.mark.parametrize(("second", "found"), [(5.0, "aten::mm"), (4.0, "")])
+def test_an_operators_results_that_are_parts_of_the_answer_are_found_wherever_they_lie(
+    second: float, found: str
+) -> None:
+    nodes = [library(0, 2048), library(0, 2560, name="aten::relu"), library(0, 3072)]
+    half = [msgspec.structs.replace(n, results=[msgspec.structs.replace(n.results[0], shape=(2,))]) for n in nodes]
+    made, host = session([1024, 1088, 1152], nodes=[[*half, OWN]] * 3)
+    for place, value in ((2048, 3.0), (2560, 9.0), (3072, second)):
+        host.arena.raw[place : place + 8].view(torch.float32).fill_(value)
+    wanted = torch.tensor([3.0, 3.0, 5.0, 5.0])
+    assert made.answered(lambda got: torch.equal(got.flatten().sort()[0], wanted)) == found
 
 
 # ── comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────

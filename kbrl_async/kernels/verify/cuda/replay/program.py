@@ -113,7 +113,7 @@ class Program:
 
     @property
     def has_operators(self) -> bool:
-        return any(isinstance(step, OperatorStep) for step in self._forwards[0])
+        return any(isinstance(step, OperatorStep) for steps in self._forwards for step in steps)
 
     def warm_up(self, slot: int) -> None:
         """Once without a graph: libraries make handles and choose kernels at their first use."""
@@ -144,19 +144,8 @@ class Program:
         """The graph that `time` launches."""
         key = slots, is_muted
         if key not in self._chains:
-            self._chains[key] = self._chain([self._graph(slot, is_muted) for slot in slots])
+            self._chains[key] = self._flush.chained(self._events, [self._graph(slot, is_muted) for slot in slots])
         return self._chains[key]
-
-    def _chain(self, graphs: list[int]) -> int:
-        driver, (begin, end) = self._driver, self._events
-        whole = driver.graph()
-        last = driver.add_event(whole, self._flush.node(whole), begin)
-        for graph in graphs:
-            last = driver.add_child(whole, last, graph)
-        driver.add_event(whole, last, end)
-        made = driver.instantiate(whole)
-        driver.call("cuGraphDestroy", whole)
-        return made
 
     def _graph(self, slot: int, is_muted: bool, left_out: tuple[int, ...] = ()) -> int:
         key = slot, is_muted, left_out

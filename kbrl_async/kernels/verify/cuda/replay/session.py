@@ -41,7 +41,7 @@ from kbrl_async.kernels.verify.cuda.replay.stretches import (
     touches,
 )
 from kbrl_async.kernels.verify.cuda.session import TimedCall
-from kbrl_async.kernels.verify.recording import Memcpy, Operator, Recording, counted, digest
+from kbrl_async.kernels.verify.recording import Memcpy, Operator, Recording, counted, digest, ways
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
 from kbrl_async.kernels.verify.validation import overlap, span
 from protocols.records import REPLAYED, Fault
@@ -104,8 +104,10 @@ class ReplaySession:
         """Its recorder had served others, who may have spoilt it: what counts against it is found out once more."""
         self._host, self._recording, self._inputs, self._rng = host, recording, inputs, rng
         self.isolation: Isolation = host.isolation
-        self.kernels = counted(recording.forwards[0])
-        self.plan = digest(recording.forwards[0])
+        self._ways = ways(recording.forwards)
+        every = [recording.forwards[slots[0]] for slots in self._ways]
+        self.kernels = {name: found for forward in reversed(every) for name, found in counted(forward).items()}
+        self.plan = digest(every)
         self._image = [recorded_in.raw[begin:end].clone() for begin, end in recording.image]
         self._outputs = [[_plain(meta) for meta in forward.outputs] for forward in recording.forwards]
         taken = [*recording.image, *(span(meta) for slot in inputs for meta in slot)]
@@ -342,12 +344,24 @@ class ReplaySession:
         """Names of what was built from the candidate's source."""
         return [name for name, (_, is_own) in self.kernels.items() if is_own]
 
+    def secret_slots(self, count: int, most: int) -> list[int]:
+        """Of the first `count` slots one of each way that forward goes, and more up to `most` where there are so many:
+        a forward may know its inputs by their place, and a kernel, too.
+        """
+        timed = [[slot for slot in slots if slot < count] for slots in self._ways]
+        chosen = [self._rng.choice(slots) for slots in timed if slots]
+        others = [slot for slot in range(count) if slot not in chosen]
+        chosen += self._rng.sample(others, max(0, min(most - len(chosen), len(others))))
+        return self._rng.sample(chosen, len(chosen))
+
     @property
-    def trace(self) -> wire.Trace:
-        """What forward consists of."""
-        launches = {name: (count, 0) for name, (count, is_own) in self.kernels.items() if is_own}
-        ops = {allowed.base_of(name): (count, 0) for name, (count, is_own) in self.kernels.items() if not is_own}
-        return wire.Trace(launches, ops)
+    def bare_trace(self) -> wire.Trace | None:
+        """What forward consists of over inputs for which it has no own kernel; None where it always has one."""
+        for slots in self._ways:
+            found = counted(self._recording.forwards[slots[0]])
+            if not any(is_own for _, is_own in found.values()):
+                return wire.Trace({}, {allowed.base_of(name): (count, 0) for name, (count, _) in found.items()})
+        return None
 
     def muted(
         self, kernels: list[str], deadline_s: float, renew: Callable[[], None], slot: int = 0
@@ -380,7 +394,9 @@ class ReplaySession:
 
     def own_behind(self, inputs: Collection[int], slot: int) -> tuple[int, ...] | None:
         """As `own_kernels_behind` says, of these inputs of a slot."""
-        return own_kernels_behind(self._recording.forwards[slot], [span(self._inputs[slot][number]) for number in inputs])
+        return own_kernels_behind(
+            self._recording.forwards[slot], [span(self._inputs[slot][number]) for number in inputs]
+        )
 
     def without(self, nodes: tuple[int, ...], slot: int, deadline_s: float) -> None:
         """A forward over this slot without these nodes; what needs them finds poison."""

@@ -215,9 +215,33 @@ def test_a_kernel_that_only_turns_the_librarys_answer_round_is_a_decoy(
 
     assert caught(judged(), "decoy_kernel")
     monkeypatch.setattr(
-        checks, "is_answer", lambda item, wanted: item.shape == wanted.shape and torch.equal(item, wanted)
+        own_kernels, "is_answer", lambda item, wanted: item.shape == wanted.shape and torch.equal(item, wanted)
     )
     assert is_replayed(judged())
+
+
+JOIN = (
+    "void f(const float *a, const float *b, float *y, long n) {"
+    " for (long i = 0; i < n; i++) { y[i] = a[i]; y[n + i] = b[i]; } }"
+)
+HALVES = "a = x[:12] @ self.weight\nb = x[12:] @ self.weight\nself.f(a, b, y, 768)\nreturn y"
+OTHER_HALF = (
+    "void f(const float *x, const float *w, const float *a, float *y, long n, long k) {"
+    " for (long i = 0; i < n * k; i++) y[i] = a[i];"
+    " for (long i = n; i < 2 * n; i++) for (long j = 0; j < k; j++) {"
+    " float s = 0; for (long l = 0; l < k; l++) s += x[i * k + l] * w[l * k + j]; y[i * k + j] = s; } }"
+)
+ITS_HALF = "a = x[:12] @ self.weight\nself.f(x, self.weight, a, y, 12, 64)\nreturn y"
+
+
+@row("wraps the library, try/except fallback, decoy kernel")
+def test_a_kernel_that_only_joins_the_librarys_halves_is_a_decoy_and_one_that_makes_a_half_is_none(
+    judge: Judge, monkeypatch: Patch
+) -> None:
+    assert caught(judge(JOIN, HALVES).verdict, "decoy_kernel")
+    assert is_replayed(judge(OTHER_HALF, ITS_HALF).verdict)
+    monkeypatch.setattr(checks, "are_answer", lambda items, wanted: False)
+    assert is_replayed(judge(JOIN, HALVES).verdict)
 
 
 LOSS = """

@@ -133,20 +133,6 @@ def test_who_was_recorded_in_brief_is_asked_again_though_nobody_was_there_before
     assert (reference.record.call_args.args[-1], found.is_shared) == (is_so, is_so)
 
 
-def test_what_does_other_steps_over_other_inputs_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own kernels would be looked for in some of what is timed."""
-    found = replays(monkeypatch, written(KERNEL), Recorders())
-    cast(Any, found._recorders).is_fresh = True
-    other = written(recording.Memset(0, 0, 1, 8, 1, 0))
-    both = msgspec.structs.replace(other, forwards=[*other.forwards, *written().forwards])
-    reference = Mock(examples=[], slot_bytes=0, weights_bytes=0, inside_bytes=0, plan=Mock(slots=2))
-    reference.capture_refused.return_value, reference.record.return_value = "", recording.encode(both)
-    monkeypatch.setattr(found, "_recorders_for", lambda *_: found._recorders)
-    monkeypatch.setattr(candidates, "ReplaySession", Mock(side_effect=AssertionError("it is replayed")))
-    with pytest.raises(Unreplayable, match="other steps for other inputs"):
-        found.open(reference, Submission("source", "cuda-nvrtc"), 1.0, random.Random(1), is_alone=False)
-
-
 @pytest.mark.parametrize("is_recorder", [True, False])
 def test_a_process_without_memory_for_its_context_is_memory_that_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, is_recorder: bool
