@@ -41,6 +41,7 @@ from kbrl_async.kernels.verify.cuda.replay.stretches import (
     touches,
 )
 from kbrl_async.kernels.verify.cuda.session import TimedCall
+from kbrl_async.kernels.verify.layouts import runs_of
 from kbrl_async.kernels.verify.recording import Memcpy, Operator, Recording, counted, digest, ways
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
 from kbrl_async.kernels.verify.validation import overlap, span
@@ -424,15 +425,21 @@ class ReplaySession:
         """After `muted`: the operator whose result already is the answer, as far as `is_answer(tensor)` says."""
         found = ""
         written: list[Span] = []
+        results: dict[str, list[torch.Tensor]] = {}
         for node in self._recording.forwards[slot].nodes:
             if isinstance(node, Operator):
                 for meta in node.results if allowed.does_work(node.name) else ():
-                    found = allowed.base_of(node.name)
-                    if is_answer(self._arena.view(_plain(meta))):
+                    found, result = allowed.base_of(node.name), self._arena.view(_plain(meta))
+                    if is_answer(result):
                         return found
+                    results.setdefault(found, []).append(result)
                 written += map(span, node.results)
             elif isinstance(node, Memcpy):
                 written.append((node.to, node.to + node.size))
+        sizes = {math.prod(meta.shape) for meta in self._outputs[slot]}
+        for operator, parts in results.items():
+            if any(_are_parts(parts, size, is_answer) for size in sizes):
+                return operator
         return found if found and self._is_put_together(written, is_answer, slot) else ""
 
     def _is_put_together(self, written: list[Span], is_answer: Callable[[torch.Tensor], bool], slot: int) -> bool:
@@ -443,6 +450,15 @@ class ReplaySession:
                 if is_answer(self._arena.view(wire.TensorMeta(meta.dtype, (math.prod(meta.shape),), (1,), begin))):
                     return True
         return False
+
+
+def _are_parts(results: list[torch.Tensor], size: int, is_answer: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether some of an operator's results that follow each other hold the answer together, in whatever order."""
+    for run in runs_of([result.numel() for result in results], size):
+        parts = results[run]
+        if len({part.dtype for part in parts}) == 1 and is_answer(torch.cat([part.flatten() for part in parts])):
+            return True
+    return False
 
 
 def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:
