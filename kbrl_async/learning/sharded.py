@@ -89,7 +89,7 @@ class ShardedModel:
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 assert isinstance(parameter, DTensor)
-                yield name, parameter.detach().to_local()
+                yield name, parameter.to_local().detach()
 
 
 class _Whole(torch.nn.Module):

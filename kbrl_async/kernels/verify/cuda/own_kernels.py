@@ -31,6 +31,28 @@ class CapturedKernels:
         self._checker, self._sides = checker, sides
 
     def finding(self, captured: wire.Captured, candidate: Candidate) -> proof.Finding | None:
+        return self._of_all(captured, candidate) or self.of_backward()
+
+    def of_backward(self) -> proof.Finding | None:
+        """Where gradients are asked for, of a replay: are they right without the own kernels of the backward? Those are
+        all that are launched once upstream gradients have been read.
+        """
+        sides, reference = self._sides, self._checker.reference
+        session = sides.candidate
+        if not (reference.declared.backward and isinstance(session, ReplaySession)) or sides.nominal.degenerate:
+            return None
+        slot = session.secret_slots(sides.batch, 1)[0]
+        behind = session.own_behind(tensors_of(reference.tree, len(reference.tree[1]) - 1), slot)
+        if behind is None:
+            return None
+        if not behind:
+            return msgspec.structs.replace(proof.of_backward(False), fault=Fault.UNPROVEN)
+        expected = self._drawn(slot)
+        session.without(behind, slot, sides.limit_s)
+        is_right = sides.differ(session.outputs(slot, slot + 1), expected).wrong == 0
+        return proof.of_backward(True) if is_right else None
+
+    def _of_all(self, captured: wire.Captured, candidate: Candidate) -> proof.Finding | None:
         if captured.refused:
             return self._launches()
         names, session = captured.kernels, self._sides.candidate
@@ -57,24 +79,6 @@ class CapturedKernels:
             if (finding := cuda_proof.of_share(names, own, whole, left)) is None:
                 return self._over(session, others) if isinstance(session, ReplaySession) else None
         return finding
-
-    def backward(self) -> proof.Finding | None:
-        """Where gradients are asked for, of a replay: are they right without the own kernels of the backward? Those are
-        all that are launched once upstream gradients have been read.
-        """
-        session, reference = self._sides.candidate, self._checker.reference
-        if not (reference.declared.backward and isinstance(session, ReplaySession)) or self._sides.nominal.degenerate:
-            return None
-        slot = session.secret_slots(self._sides.batch, 1)[0]
-        behind = session.own_behind(tensors_of(reference.tree, len(reference.tree[1]) - 1), slot)
-        if behind is None:
-            return None
-        if not behind:
-            return msgspec.structs.replace(proof.of_backward(False), fault=Fault.UNPROVEN)
-        expected = self._drawn(slot)
-        session.without(behind, slot, self._sides.limit_s)
-        is_right = self._sides.differ(session.outputs(slot, slot + 1), expected).wrong == 0
-        return proof.of_backward(True) if is_right else None
 
     def _over(self, session: ReplaySession, slots: list[int]) -> proof.Finding | None:
         limit = 10 * self._sides.limit_s

@@ -107,8 +107,7 @@ class CudaStopwatch:
             self._tick()
             if not backend(candidate.backend).needs_own_kernels:
                 return
-            kernels = CapturedKernels(self._checker, self._sides)
-            finding = kernels.finding(captured, candidate) or kernels.backward()
+            finding = CapturedKernels(self._checker, self._sides).finding(captured, candidate)
             if finding is not None:
                 self._checker.evidence = finding.evidence
                 raise CandidateFault(finding.fault, finding.text, finding.rule)

@@ -177,7 +177,7 @@ def proven_backward(behind: tuple[int, ...] | None, is_right: bool) -> tuple[Fin
     sides.differ.return_value.wrong = 0 if is_right else 3
     checker.reference = Mock(tree=["L", [["T", 0], ["L", [["T", 1]]]]])
     checker.reference.declared.backward = "all"
-    return CapturedKernels(checker, sides).backward(), done
+    return CapturedKernels(checker, sides).of_backward(), done
 
 
 def test_gradients_that_are_right_without_own_kernels_of_the_backward_are_the_librarys() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kbrl_async.kernels.verify import Bench, checks, reference
-from kbrl_async.kernels.verify.cpu import replay, stopwatch
+from kbrl_async.kernels.verify import Bench, reference
+from kbrl_async.kernels.verify.cpu import own_kernels, replay, stopwatch
 from kbrl_async.kernels.verify.cpu.statics import Statics
 from protocols.records import OBSERVED, Candidate, Fault, Problem, Timing, Verdict
 from tests.unit.kernels.verify.catalogue.exploits import (
@@ -240,7 +240,7 @@ def test_a_kernel_that_only_joins_the_librarys_halves_is_a_decoy_and_one_that_ma
 ) -> None:
     assert caught(judge(JOIN, HALVES).verdict, "decoy_kernel")
     assert is_replayed(judge(OTHER_HALF, ITS_HALF).verdict)
-    monkeypatch.setattr(checks, "are_answer", lambda items, wanted: False)
+    monkeypatch.setattr(own_kernels, "are_answer", lambda items, wanted: False)
     assert is_replayed(judge(JOIN, HALVES).verdict)
 
 
