@@ -497,7 +497,7 @@ def _of_plain(asked: StepOptions) -> Result:
             with torch.autocast(torch.device(asked.device).type, torch.bfloat16, enabled=asked.on_gpu):
                 logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(sample.token_ids) + 1).logits
             losses = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, -len(sample.token_ids) :])
-            (losses * sample.advantage * len(sample.token_ids) / scored).backward()
+            (losses * sample.advantage * len(sample.token_ids) / scored).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
