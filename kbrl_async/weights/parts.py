@@ -28,8 +28,8 @@ from kbrl_async.errors import InfraError
 from kbrl_async.weights.direct import ASK_S, BROKEN, LOOK_S, SENT
 from kbrl_async.weights.groups import (
     LOST,
-    Meeting,
     BucketMemory,
+    Meeting,
     Placed,
     Store,
     TensorEntry,
