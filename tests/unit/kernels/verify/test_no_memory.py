@@ -110,9 +110,15 @@ def test_more_than_is_needed_is_taken_only_where_others_leave_it(
     monkeypatch: pytest.MonkeyPatch, may_grow: bool, gib: int
 ) -> None:
     found, sizes = replays(monkeypatch, may_grow)
-    found._recorders_for(256 << 20, 1 << 30)
+    found._recorders_for(256 << 20, 1 << 30, 1 << 30)
     assert sizes == [gib << 30]
     assert found.device_bytes == gib << 30
+
+
+def test_more_than_is_needed_is_not_taken_beyond_a_verifiers_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, sizes = replays(monkeypatch, True)
+    found._recorders_for(256 << 20, 1 << 30, 8 << 30)
+    assert sizes == [1 << 30]
 
 
 def test_a_candidate_is_not_watched_for_want_of_memory_before_it_was_waited_for() -> None:

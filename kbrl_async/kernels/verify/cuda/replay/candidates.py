@@ -136,6 +136,7 @@ class Replays:
         recorders = self._recorders_for(
             start + reference.weights_bytes + reference.inside_bytes + _LEAST_TIMES * once,
             (_TIMES - _LEAST_TIMES) * once,
+            reference.needed,
         )
         if is_alone:
             recorders.forget()
@@ -251,13 +252,14 @@ class Replays:
         except InfraError as error:
             raise Unreplayable("the process that replays it ended") from error
 
-    def _recorders_for(self, size: int, more: int) -> Recorders:
-        """`more`: bytes that are good to have.
+    def _recorders_for(self, size: int, more: int, needed: int) -> Recorders:
+        """`more`: bytes that are good to have, where what was predicted (`needed`) leaves them of a verifier's share.
 
         :raises Unreplayable: so much memory is not to be had.
         """
-        least, wanted = (values.padded(one + _BESIDE, _LEAST_BYTES) for one in (size, size + more))
         total = self._memory_share * torch.cuda.get_device_properties(torch.device(self._device)).total_memory
+        more = max(0, min(more, int(total) - needed))
+        least, wanted = (values.padded(one + _BESIDE, _LEAST_BYTES) for one in (size, size + more))
         if least > _MOST_SHARE * total and least > _LEAST_BYTES:
             raise Unreplayable("its inputs take too much memory to be held twice more")
         wanted = max(least, min(wanted, int(_MOST_SHARE * total) // _LEAST_BYTES * _LEAST_BYTES))

@@ -257,7 +257,7 @@ class ReplaySession:
 
     def _refuse_writing(self, slot: int, other: int, deadline_s: float) -> None:
         """To the outputs of another slot than those that ran. That is an accusation only together with a second fact:
-        what lies there is what forward makes of that slot's inputs, and not what it made of its own.
+        what lies there is what forward makes of that slot's inputs, and far from what it made of its own.
         """
         outputs = self._outputs[other]
         written = {number: self._copy(meta) for number, meta in enumerate(outputs) if not self._is_poison(meta)}
@@ -265,8 +265,9 @@ class ReplaySession:
             return
         own = [self._copy(self._outputs[slot][number]) for number in written]
         self.run(other, deadline_s)
-        is_work = all(compare.is_roughly(found, self._copy(outputs[number])) for number, found in written.items())
-        if is_work and not all(map(compare.is_roughly, written.values(), own)):
+        theirs = [self._copy(outputs[number]) for number in written]
+        is_work = all(map(compare.is_roughly, written.values(), theirs))
+        if is_work and any(map(compare.is_much_nearer, written.values(), theirs, own)):
             raise CandidateFault(Fault.CHEATING, _BATCHED, "slot_batched")
         raise CandidateFault(Fault.ILLEGAL_ACCESS, _STRAY, "stray_write")
 
