@@ -89,6 +89,7 @@ def step(
     shared_prompt: Annotated[bool, "ours, with the group's prompt computed once"] = False,
     trl: bool = False,
     trl_checkpointing: bool = True,
+    plain: Annotated[bool, "transformers and peft alone: what a loop of one's own would do"] = False,
     seconds: Annotated[float, "of measured steps, for each of them"] = 20.0,
     length: Annotated[int, "tokens of a sequence; 0: 8192, on a CPU 256"] = 0,
     prompt_tokens: Annotated[int, "0: a quarter of the length"] = 0,
@@ -108,6 +109,8 @@ def step(
     TRL: `GRPOTrainer.train()` with its inputs given instead of generated: one sequence a device batch, gradients
     accumulated over the group, bf16, its fused LM head, gradient checkpointing (--no-trl-checkpointing goes without,
     far over the memory of ours), SDPA attention, `beta=0`, the same peft adapter, fused AdamW.
+    Plain: transformers' model, peft's adapter, transformers' gradient checkpointing and SDPA attention, logits of the
+    answer's tokens whole, REINFORCE's loss, one sequence at a time, fused AdamW. It needs no other package.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if "RANK" in os.environ and device == "cuda":
@@ -127,15 +130,17 @@ def step(
         memory_gb=memory_gb if asked.on_gpu else 0.0, activation_checkpointing=checkpointing,
         offload_activations=offload,
     )  # fmt: skip
+    if plain:
+        out["plain"] = of_plain(asked)
     if trl:
         out["trl"] = of_trl(asked, trl_checkpointing)
     for name, is_wanted in (("ours", ours), ("ours_shared_prompt", shared_prompt)):
         if is_wanted:
             shared = msgspec.structs.replace(options, share_prompts=name == "ours_shared_prompt")
             out[name] = of_ours(asked, shared, profile)
-            if trl:
-                out[name]["over_trl"] = out[name]["tokens_per_s"] / out["trl"]["tokens_per_s"]
-    for name in out.keys() & {"trl", "ours"}:
+            for other in out.keys() & {"trl", "plain"}:
+                out[name][f"over_{other}"] = out[name]["tokens_per_s"] / out[other]["tokens_per_s"]
+    for name in out.keys() & {"trl", "plain", "ours"}:
         used = out[name]["tokens_per_s"] * floor["gflops_per_token"] * 1e9 / out[name].get("processes", 1)
         out[name] |= {"tflops": used / 1e12, "mfu": used / peak, "mfu_of_989": used / H100_DENSE}
     if ours and shared_prompt:
@@ -464,6 +469,45 @@ def of_trl(asked: StepOptions, checkpointing: bool) -> Result:
     del trainer
     free()
     return found
+
+
+# ── a loop of one's own ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def of_plain(asked: StepOptions) -> Result:
+    found = _of_plain(asked)
+    free()
+    return found
+
+
+def _of_plain(asked: StepOptions) -> Result:
+    model: Any = build(asked)
+    if asked.rank:
+        model.enable_input_require_grads()  # frozen embeddings: a layer that is computed again needs one that does
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = (wrap_lora(model, asked.rank) if asked.rank else model).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=asked.on_gpu)
+    samples = group_of(asked)[0].samples
+    scored = sum(len(sample.token_ids) for sample in samples)
+
+    def take_step() -> None:
+        for sample in samples:
+            ids = torch.tensor([[*sample.prompt_ids, *sample.token_ids]], device=asked.device)
+            with torch.autocast(torch.device(asked.device).type, torch.bfloat16, enabled=asked.on_gpu):
+                logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(sample.token_ids) + 1).logits
+            losses = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, -len(sample.token_ids) :])
+            (losses * sample.advantage * len(sample.token_ids) / scored).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    watch = StepStopwatch("plain", asked)
+    take_step()
+    while not watch.end():
+        watch.begin()
+        take_step()
+    return watch.found()
 
 
 if __name__ == "__main__":

@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 import collections
-import hashlib
 import json
 import math
+import multiprocessing as mp
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 import torch.distributed as dist
 
+from benchmarks import weights
 from benchmarks.harness import Commands, Result, say
 from kbrl_async.learning import checkpoints, efficiency
 from kbrl_async.learning.distributed import ProcessGroup
-from kbrl_async.learning.policies.models import wrap_lora
+from kbrl_async.learning.engine import LocalEngine
+from kbrl_async.learning.policies.models import DTYPES, wrap_lora
 from kbrl_async.learning.policies.streaming import RandomWeights, skeleton
 from kbrl_async.learning.settings import Learner
 from kbrl_async.learning.sharded import ShardedModel
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.config import Config
+from kbrl_async.runs.sizing import footprint, layout
 from kbrl_async.shapes import ModelShape, read_shape, shape_of
+from kbrl_async.weights import Canaries
+from kbrl_async.weights.direct import Sender
 from protocols.records import TrainGroup, TrainSample
+from services.learner.publishing import Publisher
 
 commands = Commands("sharded", __doc__)
 TINY = shape_of({"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
                  "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512})  # fmt: skip
 NOMINAL = 989e12
 """FLOP/s of an H100 or H200 in bf16, as its maker says."""
+DIGESTED = 1 << 24
+"""Numbers at once."""
 
 
 @commands
@@ -69,9 +80,9 @@ def updates(
     learner = Learner(
         epochs=1, minibatches=1, negative_scale=1.0, kernels="auto", token_budget=min(each), shard=True,
         processes=max(2, ranks.size), activation_checkpointing=again, offload_activations=offload_activations,
-        context_parallel=context_parallel,
+        context_parallel=context_parallel, master_dtype=masters, offload=offload,
     )  # fmt: skip
-    trainer = _trainer(shape, lora_rank, learner, masters, offload, ranks)
+    trainer = _trainer(shape, lora_rank, learner, ranks)
     found: Result = {"shape": shape, "lora_rank": lora_rank, "ranks": ranks.size, "masters": masters}
     found |= {"offload": offload, "offload_activations": offload_activations, "context_parallel": context_parallel}
     found |= {"again": again, "build_s": time.perf_counter() - built}
@@ -84,35 +95,113 @@ def updates(
     if resume:
         found["resume_s"] = _timed(lambda: checkpoints.restore(Path(resume) / "step-000001", trainer))
         found["resumed"] = _digest(trainer)
-        _say("resumed", {"s": found["resume_s"], "sha256": found["resumed"]})
+        _say("resumed", {"s": found["resume_s"], "digest": found["resumed"]})
     for length in each:
-        found[f"length_{length}"] = one = _measure(trainer, shape, length, sequences * ranks.size, count, peak)
+        one = _measure(trainer, shape, length, sequences * ranks.size, count, peak)
+        one |= _predicted(trainer, _shape(shape), length)
+        found[f"length_{length}"] = one
         _say(str(length), one)
     if publish:
         found["gather_s"] = _timed(lambda: collections.deque(trainer.gathered_weights() or (), maxlen=0))
         _say("gathered", {"s": found["gather_s"]})
     if checkpoint:
-        found |= _checkpointed(trainer, Path(checkpoint), keep)
+        groups = _group(shape, each[-1], sequences * ranks.size)
+        found |= _checkpointed(trainer, Path(checkpoint), keep, lambda: trainer.step(groups, 1.0))
     trainer.close()
     return found
 
 
+@commands
+def flight(
+    shape: Annotated[str, "tiny, 300m, or a public model of Qwen3's kind"] = "tiny",
+    samplers: Annotated[int, "processes on the GPUs after the ranks': NCCL takes one GPU each"] = 1,
+    count: Annotated[int, "versions; the first is a warm-up"] = 4,
+    length: Annotated[int, "tokens of an update's sequences"] = 256,
+    write: Annotated[bool, "files are written beside, as in a run"] = True,
+) -> Result:
+    """From the last optimiser step to all samplers' first answers by the new version, which each rank sends its rows
+    of, and whose canaries are proven."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    ranks = ProcessGroup(device)
+    learner = Learner(
+        epochs=1, minibatches=1, negative_scale=1.0, token_budget=length, shard=True, processes=max(2, ranks.size)
+    )
+    trainer = _trainer(shape, 0, learner, ranks, weights.config_of(shape))
+    if ranks.rank:
+        trainer.follow()
+        trainer.close()
+        sys.exit(0)
+    root = Path(tempfile.mkdtemp())
+    engine = LocalEngine(
+        trainer, "", Canaries(weights.CANARY, []), root, root, "bf16" if device.type == "cuda" else "fp32"
+    )
+    sender = Sender("127.0.0.1", device, 60.0, say, ranks.size)
+    assert engine.send_parts(sender.meeting, 60.0)
+    publisher, pipes = Publisher(root, sender, skips=True), []
+    for number in range(samplers):
+        ours, theirs = mp.get_context("spawn").Pipe()
+        place = f"cuda:{ranks.size + number}" if device.type == "cuda" else "cpu"
+        args = (root, ["direct"] * count, f"sampler.{number + 1}", shape, place, theirs)
+        mp.get_context("spawn").Process(target=weights.sample, args=args, daemon=True).start()
+        pipes.append(ours)
+    assert all(pipe.recv()[0] == "ready" for pipe in pipes)
+    rows, groups = [], _group(shape, length, ranks.size)
+    for version in range(count):
+        trainer.step(groups, 1.0)
+        rows.append(_published(engine, publisher, version, pipes, write))
+        _say(f"v{version}", rows[-1])
+    publisher.finish()
+    engine.close()
+    publisher.close()
+    size = sum(p.numel() for p in trainer.parameters.values()) * (2 if device.type == "cuda" else 4)
+    found: Result = {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0]}
+    found |= {"shape": shape, "ranks": ranks.size, "samplers": samplers, "gigabytes": size / 1e9}
+    shutil.rmtree(root, ignore_errors=True)
+    return found | {"ok": max(row["canary_error"] for row in rows) < 0.1}
+
+
+def _published(
+    engine: LocalEngine, publisher: Publisher, version: int, pipes: list[Any], write: bool
+) -> dict[str, float]:
+    stepped = time.time()
+    engine.keep(publisher.free())
+    freed = time.time()
+    pending = engine.publish(version, None)
+    if not write and version:
+        pending = msgspec.structs.replace(pending, fill=lambda _: {"": ""})
+    publisher.begin(pending, lambda: None)
+    critical = time.time() - stepped
+    answers = [pipe.recv() for pipe in pipes]
+    assert {answer[0] for answer in answers} == {version}
+    return {
+        "critical_s": critical,
+        "freed_s": freed - stepped,
+        "first_answer_s": max(at for _, at, _, _ in answers) - stepped,
+        "received_s": max(seconds for _, _, seconds, _ in answers),
+        "canary_error": max(error for _, _, _, error in answers),
+    }
+
+
 def _shape(name: str) -> ModelShape:
-    return TINY if name == "tiny" else read_shape(name)
+    toys = {"tiny": TINY, "300m": shape_of({"model_type": "qwen3", **weights.TOYS["300m"]})}
+    return toys[name] if name in toys else read_shape(name)
 
 
-def _trainer(shape: str, lora_rank: int, learner: Learner, masters: str, offload: bool, ranks: ProcessGroup) -> Trainer:
+def _trainer(
+    shape: str, lora_rank: int, learner: Learner, ranks: ProcessGroup, given: dict[str, Any] | None = None
+) -> Trainer:
+    """`given`: its configuration, in place of the shape's own."""
     on_gpu = ranks.device.type == "cuda"
     arithmetic = torch.bfloat16 if on_gpu else torch.float32
-    held = arithmetic if lora_rank or masters == "bfloat16" else torch.float32
+    held = arithmetic if lora_rank else DTYPES["bf16" if learner.master_dtype == "bfloat16" else "fp32"]
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        config = {**_shape(shape).as_config(), "max_position_embeddings": 40960, "rope_theta": 1e6}
+        config = given or {**_shape(shape).as_config(), "max_position_embeddings": 40960, "rope_theta": 1e6}
         (Path(folder) / "config.json").write_text(json.dumps(config))
         model = skeleton(folder, held)
     if lora_rank:
         model = wrap_lora(model, lora_rank)
-    sharded = ShardedModel(model, ranks, arithmetic=arithmetic, offload=offload, source=RandomWeights())
+    sharded = ShardedModel(model, ranks, arithmetic=arithmetic, offload=learner.offload, source=RandomWeights())
     settings = Config(loss="grpo", learning_rate=1e-6, lora_rank=lora_rank, learner=learner)
     return Trainer(model, settings, ranks.device, process_group=ranks, sharded=sharded)
 
@@ -152,6 +241,24 @@ def _flops_per_token(trainer: Trainer, length: int) -> float:
     return 6.0 * trained + 4.0 * frozen + 6.0 * int(config.num_hidden_layers) * query * length + head
 
 
+def _predicted(trainer: Trainer, shape: ModelShape, length: int) -> Result:
+    """What `kbrl plan` counts for a rank, without a CUDA context, which the allocator does not see."""
+    settings, on_gpu = trainer.settings, trainer.device.type == "cuda"
+    assert isinstance(settings, Config)
+    capacity = float(torch.cuda.get_device_properties(trainer.device).total_memory) if on_gpu else None
+    assert trainer.process_group is not None
+    replace = msgspec.structs.replace
+    planned = replace(
+        settings,
+        sampler=replace(settings.sampler, engine="vllm"),
+        learner=replace(settings.learner, processes=trainer.process_group.size),
+        max_tokens=max(1, length - layout.PROMPT_TOKENS),
+    )
+    found = footprint.learner(shape, layout.learning_of(planned, shape, capacity)).parts
+    found.pop("CUDA", None)
+    return {"predicted_gb": sum(found.values()) / 1e9, "largest_gb": {k: round(v / 1e9, 1) for k, v in found.items()}}
+
+
 def _group(shape: str, length: int, sequences: int) -> list[TrainGroup]:
     generator = torch.Generator().manual_seed(1)
     vocabulary = _shape(shape).vocabulary
@@ -168,32 +275,54 @@ def _group(shape: str, length: int, sequences: int) -> list[TrainGroup]:
 
 
 def _digest(trainer: Trainer) -> str:
-    """Of all trained weights, bit by bit."""
-    seen = hashlib.sha256()
+    """Of all trained weights, bit by bit, added up on the device: the same for any number of ranks."""
+    total = 0
     for name, weight in trainer.gathered_weights() or ():
-        seen.update(name.encode())
-        seen.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return seen.hexdigest()[:16]
+        bits = weight.detach().contiguous().view(-1).view(torch.int16 if weight.itemsize == 2 else torch.int32)
+        for at in range(0, len(bits), DIGESTED):
+            part = bits[at : at + DIGESTED].long()
+            total += int((part * torch.arange(1, len(part) + 1, device=part.device)).sum())
+        total = (total * 1_000_003 + zlib.crc32(name.encode())) % (1 << 64)
+    return f"{total:016x}"
 
 
-def _checkpointed(trainer: Trainer, folder: Path, keep: bool) -> Result:
-    """Seconds that training stands still for a checkpoint, that it takes in all, and to read it."""
+def _checkpointed(trainer: Trainer, folder: Path, keep: bool, update: Callable[[], object]) -> Result:
+    """Seconds that training stands still for a checkpoint, that it takes in all with an update beside it, and to read
+    it; whether the weights are then those that were saved. What the disk can do stands beside it."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "step-000000").mkdir(parents=True)  # so that this one is not the first, which is waited for
     (folder / "step-000000" / "COMPLETE").touch()
-    progress = checkpoints.LearnerProgress(version=1)
+    disk, alone = _disk_gb_per_s(folder, trainer.device), _timed(update)
+    before = _digest(trainer)
     began = time.perf_counter()
-    still = _timed(lambda: checkpoints.save(folder, trainer, progress, keep_checkpoints=1))
+    still = _timed(lambda: checkpoints.save(folder, trainer, checkpoints.LearnerProgress(version=1), 1))
+    beside = _timed(update)
+    changed = _digest(trainer)
     trainer.settle()
     written = time.perf_counter() - began
     size = sum(path.stat().st_size for path in (folder / "step-000001").iterdir()) / 1e9
     read = _timed(lambda: checkpoints.restore(folder / "step-000001", trainer))
+    found: Result = {"checkpoint_gb": size, "still_s": still, "written_s": written, "read_s": read}
+    found |= {"update_s": alone, "update_beside_s": beside, "disk_gb_per_s": disk}
+    found |= {"digest": (after := _digest(trainer)), "ok": after == before != changed}
     if not keep:
         shutil.rmtree(folder)
-    found: Result = {"checkpoint_gb": size, "still_s": still, "written_s": written, "read_s": read}
-    found["sha256"] = _digest(trainer)
     _say("checkpoint", found)
     return found
+
+
+def _disk_gb_per_s(folder: Path, device: torch.device) -> float:
+    """Of one writer, synced."""
+    content = os.urandom(1 << 24)
+    pieces = 32 if device.type == "cuda" else 1
+    began, path = time.perf_counter(), folder / "disk"
+    with path.open("wb", buffering=0) as file:
+        for _ in range(pieces):
+            file.write(content)
+        os.fsync(file.fileno())
+    took = time.perf_counter() - began
+    path.unlink()
+    return pieces * len(content) / 1e9 / took
 
 
 def _timed(action: Callable[[], object]) -> float:

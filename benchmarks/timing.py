@@ -16,7 +16,7 @@ from kbrl_async.kernels.funnel.verifier import default_bench, shapes_for
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import Recipe
-from kbrl_async.kernels.timing.cpu.host import hardware_of
+from kbrl_async.kernels.timing.device import hardware_of
 from protocols.records import Candidate, Problem, Timing
 
 commands = Commands("timing", __doc__)

@@ -18,8 +18,8 @@ from services.runtime.service import choose_run
 
 
 async def main(stop: asyncio.Event) -> None:
-    from services import timing_bench
     from services.runtime.service import Service
+    from services.timing_bench import __main__ as timing_bench
 
     service = Service.start("verifier")
     if service.config.processes.verifier:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kbrl_async.rollouts.buffer.buffer import BufferRules
+from kbrl_async.rollouts.buffer.rules import BufferRules
 from kbrl_async.rollouts.settings import Alarms, BestOfN, Curriculum, Turns
 from kbrl_async.rollouts.turns import TurnRules
 from kbrl_async.runs.run_memory import RunPlan

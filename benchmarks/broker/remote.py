@@ -44,7 +44,7 @@ from protocols.prefetch import Prefetch
 from protocols.records import BenchReport, BuildReport, Candidate, Generation, Problem, RolloutRequest, SamplingParams
 from services.broker.options import BrokerOptions
 from services.broker.server import BrokerServer
-from services.runtime import HandlerOutcome, Producer, Worker
+from services.runtime import HandlerOutcome, Producer, Worker, WorkerOptions
 from tests.brokers import endpoints, serving, working
 from tests.links import Host
 
@@ -296,9 +296,11 @@ async def pretend(kind: str, address: str, keys: str, /, fixed: bool = False) ->
     is_farm = kind == "compile"
     places = 2 if is_farm else 1
     worker = Worker(
-        address, f"away-{kind}.1", [kind], places + 1, build if is_farm else judge, concurrency=places,
-        keys=client_keys(keys), prefetch=None if fixed else Prefetch(places),
-        before=None if fixed or is_farm else fetch, after=hand_over if is_farm and not fixed else None,
+        address, f"away-{kind}.1", [kind], places + 1, build if is_farm else judge,
+        WorkerOptions(
+            concurrency=places, prefetch=None if fixed else Prefetch(places),
+            before=None if fixed or is_farm else fetch, after=hand_over if is_farm and not fixed else None,
+        ), keys=client_keys(keys),
     )  # fmt: skip
     await worker.run(stop)
 

@@ -24,7 +24,7 @@ import psutil
 from benchmarks.harness import Result, broker_options, broker_process, cpu_s, kbrl
 from kbrl_async.runs.config import Config, to_yaml
 from protocols.messages import Stage
-from services.runtime import Producer, Worker, addresses
+from services.runtime import Producer, Worker, WorkerOptions, addresses
 from tests import artificial_run, browser
 
 PAINTED = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
@@ -129,7 +129,10 @@ async def _populate(folder: Path, workers: int, tasks: int, ready: threading.Eve
 
     found = addresses(folder)
     stages = [Stage.GENERATE, Stage.COMPILE, Stage.BENCH, Stage.SCORE]
-    made = [Worker(found.work, f"{stages[n % 4]}.{n}", [stages[n % 4]], 8, hangs, drain_s=0) for n in range(workers)]
+    made = [
+        Worker(found.work, f"{stages[n % 4]}.{n}", [stages[n % 4]], 8, hangs, WorkerOptions(drain_s=0))
+        for n in range(workers)
+    ]
     running = [asyncio.create_task(worker.run()) for worker in made]
     async with Producer(found.submit) as producer:
         for begin in range(0, tasks, 200):

@@ -39,7 +39,7 @@ from kbrl_async.sampling.vllm.versions import Served
 from kbrl_async.weights import FILES
 from protocols.messages import Stage, Task
 from protocols.records import PolicyVersion
-from services.runtime import HandlerOutcome, Worker, addresses
+from services.runtime import HandlerOutcome, Worker, WorkerOptions, addresses
 from services.runtime.quiet import PauseGate
 from services.runtime.service import Service
 from services.sampler.actor import Sampling
@@ -229,7 +229,7 @@ class SamplerLegs:
         async def generate(task: Task, frames: list[bytes]) -> HandlerOutcome:
             return await sampling.generate(task, frames)
 
-        worker = Worker(found.work, f"sampler-{leg}", [Stage.GENERATE], at_once, generate, wedge_s=60.0)
+        worker = Worker(found.work, f"sampler-{leg}", [Stage.GENERATE], at_once, generate, WorkerOptions(wedge_s=60.0))
         sampling = Sampling(service, self.engine, worker.gate, worker.progress)
         self.meter.tick = worker.progress
         stop = asyncio.Event()

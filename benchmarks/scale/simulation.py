@@ -27,8 +27,9 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from kbrl_async.rollouts.buffer.buffer import BufferRules, RolloutBuffer, rollout_ids
+from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
 from kbrl_async.rollouts.buffer.events import Admitted, BatchMade, Change
+from kbrl_async.rollouts.buffer.rules import BufferRules
 from kbrl_async.rollouts.settings import BestOfN
 from protocols import events as ev
 from protocols import messages as msg

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import CORES, Commands, Halves, Result, say, verifying
-from benchmarks.verification import corpus, cost, extensions, lanes, mix, sizes, sources
+from benchmarks.verification import corpus, cost, extensions, itself, lanes, mix, sizes, sources
 from benchmarks.verification.cuda_candidates import CPP, CUDA, NEED_FULL
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.optimize import engine, evidence, session
@@ -36,6 +36,7 @@ from tests.candidates import affine, elementwise
 commands = Commands("verification", __doc__)
 commands(mix.mix)
 commands(lanes.verdicts)
+commands(itself.itself)
 commands(cost.cost)
 commands(corpus.honest)
 commands(corpus.hostile)

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -247,4 +248,6 @@ def _counted(outcomes: list[CorpusOutcome]) -> Result:
         "not_built_fast": dict(Counter(why for one in outcomes for why in _FALLBACK.findall(one.toolchain))),
         "not_counted": [f"{one.name}: {one.state}: {one.message[:160]}" for one in outcomes if not one.counts],
         "p90_s": seconds[int(0.9 * (len(seconds) - 1))] if seconds else 0.0,
+        "median_s": median(seconds or [0.0]),
+        "most_s": max(seconds, default=0.0),
     }

@@ -15,8 +15,9 @@ from kbrl_async.cli.shared import print_json, say, table
 from kbrl_async.errors import UserError
 from kbrl_async.runs.config.loading import resolve
 from kbrl_async.runs.config.sources import Setting
+from kbrl_async.runs.sizing.advice import Advice, LayoutRow, Wish, as_tree, capacity_of, recommend
 from kbrl_async.runs.sizing.footprint import BF16, GB
-from kbrl_async.runs.sizing.layout import Advice, LayoutRow, Wish, as_tree, by_gpu, capacity_of, recommend, tenants
+from kbrl_async.runs.sizing.layout import by_gpu, tenants
 from kbrl_async.shapes import read_shape
 
 RANK, LENGTH = 32, 8192

@@ -176,6 +176,7 @@ def check_engine(config: Config) -> None:
 def check_extras(config: Config) -> None:
     """Libraries that only some settings need."""
     wanted = {
+        "torchao": ("learner.optimizer", config.learner.optimizer == "adamw_8bit", "torchao"),
         "bitsandbytes": ("learner.base_quantisation", config.learner.base_quantisation != "none", "bitsandbytes"),
         "tinker": ("learner.engine=tinker", config.learner.engine == "tinker", "'kbrl-async[tinker]'"),
         "wandb": ("metrics.wandb_project", config.metrics.wandb_project is not None, "'kbrl-async[wandb]'"),

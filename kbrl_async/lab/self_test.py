@@ -26,8 +26,8 @@ import torch
 from kbrl_async.errors import InfraError, UserError
 from kbrl_async.kernels.backends.backend import LIBRARY
 from kbrl_async.kernels.timing import share_at
-from kbrl_async.kernels.timing.cpu.host import hardware_of
-from kbrl_async.kernels.timing.methods import Function, methods, ratio
+from kbrl_async.kernels.timing.device import hardware_of, timed_device
+from kbrl_async.kernels.timing.methods import Function, ratio
 from kbrl_async.kernels.timing.recipe import PLACEMENT
 from kbrl_async.kernels.timing.resolution import CaseRow, ResolutionReport, Trial, clock_range, summarise
 from kbrl_async.kernels.verify import Bench, BenchOptions, zygote_for
@@ -283,7 +283,7 @@ def trial_of(timing: Timing, truth: float) -> Trial:
 def beside(case: KnownKernel, device: str, runs: int, budget_s: float) -> dict[str, float]:
     """Worst error of other methods on the same kernel against itself, with `budget_s` for each decision."""
     worst: dict[str, float] = {}
-    for name, method in methods(device).items():
+    for name, method in timed_device(device).methods().items():
         twins = ((_function(case, device), _function(case, device)) for _ in range(runs))
         worst[name] = max(abs(ratio(method, *pair, budget_s) - 1) for pair in twins)
     return worst

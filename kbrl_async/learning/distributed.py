@@ -27,7 +27,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from kbrl_async.learning.training_state import empty_moments
+from kbrl_async.learning.training_state import empty_moments, forget_moments
+from kbrl_async.weights.groups import Meeting
 from protocols.records import TrainGroup
 
 IDLE = datetime.timedelta(days=30)
@@ -64,6 +65,25 @@ class LoadShares(msgspec.Struct, frozen=True, tag=True):
     files: dict[str, str]
 
 
+class Meet(msgspec.Struct, frozen=True, tag=True):
+    """Where samplers are met, to whom every rank sends its rows of a version from now on, in this number format."""
+
+    meeting: Meeting
+    dtype: str
+    patience_s: float
+
+
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """Every rank's rows as they are now are this version's; of those before it, these are still read."""
+
+    version: int
+    keep: list[int]
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """No rank sends anything to samplers any more: the meeting ends."""
+
+
 class Gather(msgspec.Struct, frozen=True, tag=True):
     """All trained weights, to rank 0."""
 
@@ -72,14 +92,14 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """There is no more to do."""
 
 
-Order = Train | Probe | Save | LoadShares | Gather | End
+Order = Train | Probe | Save | LoadShares | Meet | Hold | Leave | Gather | End
 
 
 class Replica(Protocol):
     """What of a trainer is alike on every rank where weights are not sharded: `trainer.Trainer` fits."""
 
     parameters: dict[str, torch.nn.Parameter]
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
 
 
 class ProcessGroup:
@@ -183,11 +203,10 @@ class ProcessGroup:
         for parameter in trainer.parameters.values():
             dist.broadcast(parameter.data, 0)
             if not has_moments:
-                trainer.optimizer.state.pop(parameter, None)
+                forget_moments(trainer.optimizer, parameter)
                 continue
-            held = empty_moments(trainer.optimizer, parameter)
-            for name in ("step", "exp_avg", "exp_avg_sq"):
-                dist.broadcast(held[name], 0)
+            for _, held in sorted(empty_moments(trainer.optimizer, parameter).items()):
+                dist.broadcast(held, 0)
 
     def _send_bytes(self, content: bytes) -> None:
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -14,10 +14,10 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -25,11 +25,13 @@ from kbrl_async.learning import checkpoints, efficiency
 from kbrl_async.learning.forward_backward import Tick
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import DTYPES, causal_lm, is_lora
-from kbrl_async.learning.policies.snapshot import HostCopy
+from kbrl_async.learning.policies.snapshot import Snapshots
 from kbrl_async.learning.policies.versions import Pending
 from kbrl_async.learning.settings import UpdateSettings
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.weights import Canaries
+from kbrl_async.weights.groups import Meeting
+from kbrl_async.weights.parts import Collector
 from protocols.records import TrainGroup
 
 
@@ -89,6 +91,22 @@ class LearnerEngine(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class SendsParts(Protocol):
+    """An engine whose ranks may each send their own rows of full weights to samplers."""
+
+    def send_parts(self, meeting: Meeting, patience_s: float) -> bool:
+        """Has them do so for all versions to come; False where they can't, or hold them whole."""
+
+
+@runtime_checkable
+class KeepsSnapshots(Protocol):
+    """An engine that can publish a version while one before it is still being written."""
+
+    def keep(self, versions: Collection[int]) -> None:
+        """Of what it has published, the weights of these stay as they are until it is told again."""
+
+
 def start(setup: LearnerSetup) -> LocalEngine:
     """The engine of `learner.engine=torch`."""
     base = setup.base()
@@ -114,7 +132,10 @@ class LocalEngine:
         self.trainer = trainer
         self._base, self._canaries = base, canaries
         self._checkpoints, self._policies = checkpoint_folder, policies
-        self._copy = HostCopy(None if is_lora(trainer.model) else DTYPES[rounded_to])
+        self._rounded_to = rounded_to
+        self._collector: Collector | None = None
+        self._snapshots = Snapshots(None if is_lora(trainer.model) else DTYPES[rounded_to])
+        self._kept: frozenset[int] = frozenset()
 
     def step(self, groups: Sequence[TrainGroup], temperature: float, tick: Tick, version: int) -> dict[str, float]:
         return self.trainer.step(groups, temperature, tick, version)
@@ -143,8 +164,21 @@ class LocalEngine:
     def resume(self) -> checkpoints.Resumed | None:
         return checkpoints.resume(self._checkpoints, self.trainer)
 
+    def keep(self, versions: Collection[int]) -> None:
+        self._kept = frozenset(versions)
+
+    def send_parts(self, meeting: Meeting, patience_s: float) -> bool:
+        if not self.trainer.is_sharded or is_lora(self.trainer.model):
+            return False
+        if not self.trainer.meet(meeting, self._rounded_to, patience_s):
+            return False
+        self._collector = Collector(meeting, patience_s)
+        return True
+
     def publish(self, version: int, parent: int | None) -> Pending:
         trainer = self.trainer
+        if self._collector is not None:
+            return self._publish_parts(self._collector, version, parent)
         return versions.prepare(
             self._policies,
             trainer.model,
@@ -154,8 +188,25 @@ class LocalEngine:
             self._canaries,
             self._base,
             logprobs_of=trainer.sequence_logprobs,
-            copied=self._copy.of,
+            copied=lambda named: self._snapshots.of(version, named, self._kept),
             gathered=trainer.gathered_weights(),
+        )
+
+    def _publish_parts(self, collector: Collector, version: int, parent: int | None) -> Pending:
+        trainer = self.trainer
+        rows = self._snapshots.of(version, trainer.held(version, self._kept), self._kept)
+        return versions.prepare_parts(
+            self._policies,
+            trainer.model.config,
+            rows,
+            trainer.whole_shapes,
+            lambda index: collector.tensors(version, index, rows),
+            trainer.sequence_logprobs,
+            version,
+            parent,
+            trainer.optimizer_step,
+            self._canaries,
+            self._base,
         )
 
     def adopt(self, folder: Path) -> bool:
@@ -170,4 +221,7 @@ class LocalEngine:
 
     def close(self) -> None:
         """Ends what is being written, and lets the other ranks go."""
+        if self._collector is not None:
+            self._collector.close()
+            self.trainer.leave()
         self.trainer.close()

@@ -304,16 +304,21 @@ def _room(model: torch.nn.Module, learner: Learner, device: torch.device) -> flo
     if device.type != "cuda":
         return learner.memory_gb * 1e9 or float("inf")
     limit = learner.memory_gb * 1e9 or 0.9 * torch.cuda.get_device_properties(device).total_memory
-    return float(limit - torch.cuda.memory_allocated(device) - update_bytes(model, computes_bf16(learner, device)))
+    return float(limit - torch.cuda.memory_allocated(device) - _update_bytes(model, learner, device))
 
 
-def update_bytes(model: torch.nn.Module, bf16: bool) -> float:
+def _update_bytes(model: torch.nn.Module, learner: Learner, device: torch.device) -> float:
+    return update_bytes(model, computes_bf16(learner, device), eight_bit=learner.optimizer == "adamw_8bit")
+
+
+def update_bytes(model: torch.nn.Module, bf16: bool, *, eight_bit: bool = False) -> float:
     """Beside the weights and activations: gradients, AdamW's two moments, and the copies that autocast makes of fp32
     weights for a pass in `bf16`. Of a sharded model this rank's, and what is whole while it is computed: what is no
     layer's, and three layers with a gradient."""
     parameters = list(model.parameters())
     own: list[torch.Tensor] = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-    trained = 3.0 * sum(p.nbytes for p in own if p.requires_grad and not p.is_cpu)
+    held = [p for p in own if p.requires_grad and not p.is_cpu]
+    trained = float(sum(p.nbytes + (memory.PACKED_MOMENTS * p.numel() if eight_bit else 2 * p.nbytes) for p in held))
     if not any(isinstance(p, DTensor) for p in parameters):
         return trained + (sum(p.nbytes for p in own if p.dtype == torch.float32) / 2 if bf16 else 0)
     layers = decoder_layers(causal_lm(model))

@@ -9,15 +9,23 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from kbrl_async.errors import ConfigError, NonFiniteLoss
+from kbrl_async.learning.eight_bit import EightBitAdamW
 
 BETAS = (0.9, 0.95)
 
 
-def make_adamw(parameters: Iterable[torch.nn.Parameter], learning_rate: float) -> torch.optim.AdamW:
-    """AdamW without weight decay over the trainable ones of `parameters`, fused (one pass over memory)."""
+def make_adamw(
+    parameters: Iterable[torch.nn.Parameter], learning_rate: float, *, eight_bit: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW without weight decay over the trainable ones of `parameters`, fused (one pass over memory).
+
+    :raises MissingTool: `eight_bit` moments, and no torchao.
+    """
     trainable = [p for p in parameters if p.requires_grad]
     if not trainable:
         raise ConfigError("the model has no trainable parameters", "Wrap it in LoRA or unfreeze its weights")
+    if eight_bit:
+        return EightBitAdamW(trainable, learning_rate, BETAS)
     return torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.0, betas=BETAS, fused=True)
 
 

@@ -129,6 +129,8 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     """Number format of the forward and backward pass; auto: bfloat16 on a GPU, float32 on a CPU."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """lora_rank=0: number format of weights, gradients and moments between passes; bfloat16: half the memory."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit: moments of matrices in a byte each, a quarter of fp32; lora_rank=0 only, needs torchao."""
     threads: AtLeastOne | None = None
     """Threads of torch in the learner; null: one per core it may use."""
     peak_tflops: Positive | None = None

@@ -84,6 +84,13 @@ class ShardedModel:
             if parameter.requires_grad:
                 yield name, _on(self._ranks.device, parameter).full_tensor()
 
+    def rows(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's of the same weights, a range of each one's first dimension: no rank waits for another."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                held: Any = parameter.detach()
+                yield name, held.to_local()
+
 
 class _Whole(torch.nn.Module):
     """Gives FSDP a forward pass around whatever is computed, the head's product included."""

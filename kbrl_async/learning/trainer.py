@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,28 @@ from kbrl_async.durable import disk_full, file_sha256, wants_room
 from kbrl_async.errors import CheckpointError, ConfigError, InfraError, NonFiniteLoss
 from kbrl_async.learning import metrics as m
 from kbrl_async.learning import shards, training_state
-from kbrl_async.learning.distributed import Gather, LoadShares, Order, Probe, ProcessGroup, Save, Train
+from kbrl_async.learning.distributed import (
+    Gather,
+    Hold,
+    Leave,
+    LoadShares,
+    Meet,
+    Order,
+    Probe,
+    ProcessGroup,
+    Save,
+    Train,
+)
 from kbrl_async.learning.forward_backward import Tick, computes_bf16, forward_backward
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.optimizer import guarded_step, make_adamw
-from kbrl_async.learning.policies.models import causal_lm
+from kbrl_async.learning.policies.models import DTYPES, causal_lm
+from kbrl_async.learning.policies.snapshot import Snapshots
 from kbrl_async.learning.settings import UpdateSettings
 from kbrl_async.learning.sharded import ShardedModel
 from kbrl_async.learning.updates import Updates
+from kbrl_async.weights.groups import Meeting
+from kbrl_async.weights.parts import PartSender
 from protocols.records import TrainGroup, TrainSample
 
 
@@ -56,9 +70,14 @@ class Trainer(Updates):
         learner, place = settings.learner, torch.device(device)
         self.model, self.process_group, self._sharded = model, process_group, sharded
         self._saving: Future[Any] | None = None
+        self._part: PartSender | None = None
+        self._has_met = False
+        self._rows = Snapshots()
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         """All that is trained, by name: switching between adapters hides the others' from `requires_grad`."""
-        self.optimizer = make_adamw(self.parameters.values(), settings.learning_rate)
+        self.optimizer = make_adamw(
+            self.parameters.values(), settings.learning_rate, eight_bit=learner.optimizer == "adamw_8bit"
+        )
         super().__init__(forward_backward(model, learner, place, self._sharded), settings, place, clock)
         if self.objective.needs_reference and reference is None and not hasattr(model, "disable_adapter"):
             raise ConfigError("a KL penalty needs a reference policy", "Give one, or train a LoRA adapter")
@@ -112,6 +131,12 @@ class Trainer(Updates):
             case LoadShares():
                 self._settle_quietly()
                 self.load(Path(order.folder), order.files)
+            case Meet():
+                self.meet(order.meeting, order.dtype, order.patience_s)
+            case Hold():
+                self._hold(order.version, order.keep)
+            case Leave():
+                self.leave()
             case Gather():
                 collections.deque(self.gathered_weights() or (), maxlen=0)
 
@@ -193,6 +218,55 @@ class Trainer(Updates):
             return None
         self._tell(Gather())
         return self._sharded.gathered()
+
+    def meet(self, meeting: Meeting, dtype: str, patience_s: float) -> bool:
+        """Has every rank but this one send its rows of versions to samplers itself, rounded to a key of `DTYPES`. False
+        where one of them can't reach the meeting: then none does."""
+        group, can = self.process_group, True
+        assert group is not None
+        self._tell(Meet(meeting, dtype, patience_s))
+        if group.rank:
+            self._rows = Snapshots(DTYPES[dtype])
+            try:
+                self._part = PartSender(meeting, group.rank, group.device, patience_s)
+            except InfraError:
+                can = False
+        self._has_met = group.all_agree(can)
+        if not self._has_met:
+            self._close_part()
+        return self._has_met
+
+    def leave(self) -> None:
+        """Has no rank send rows any more, and returns when none does; nothing where they have not met."""
+        if self._has_met:
+            self._has_met = False
+            assert self.process_group is not None
+            self._tell(Leave())
+            self._close_part()
+            self.process_group.all_agree(True)
+
+    def _close_part(self) -> None:
+        part, self._part = self._part, None
+        if part is not None:
+            part.close()
+
+    def held(self, version: int, keep: Collection[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's rows of all trained weights, as every other rank's are from now on that version's (`meet`). Of
+        the versions before it, those to `keep` are still written."""
+        assert self._sharded is not None
+        self._tell(Hold(version, list(keep)))
+        return self._sharded.rows()
+
+    def _hold(self, version: int, keep: Collection[int]) -> None:
+        assert self._sharded is not None
+        if self._part is not None:
+            self._part.idle(keep)
+            self._part.hold(version, self._rows.of(version, self._sharded.rows(), keep))
+
+    @property
+    def whole_shapes(self) -> dict[str, list[int]]:
+        """Of all trained weights, whoever holds which rows."""
+        return {name: list(parameter.shape) for name, parameter in self.parameters.items()}
 
     def take_step(self, loss: float, rate: float) -> float:
         return guarded_step(self.optimizer, loss, self.settings.learner.grad_clip, rate)

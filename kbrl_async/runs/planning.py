@@ -9,7 +9,7 @@ import msgspec
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.problems import downloads, usable
 from kbrl_async.kernels.problems.finding import choose
-from kbrl_async.rollouts.buffer.buffer import BufferRules
+from kbrl_async.rollouts.buffer.rules import BufferRules
 from kbrl_async.rollouts.curriculum import STAGES
 from kbrl_async.rollouts.manager import RolloutRules
 from kbrl_async.rollouts.rewards.presets import Preset

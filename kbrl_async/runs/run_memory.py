@@ -9,9 +9,10 @@ import msgspec
 from kbrl_async.evaluation.heldout import HeldoutEvaluations
 from kbrl_async.evaluation.rounds import RoundsState
 from kbrl_async.rollouts.alarms import AlarmChange, AlarmsState, AlarmWatch, rules_of
-from kbrl_async.rollouts.buffer.buffer import BufferRules, RolloutBuffer
+from kbrl_async.rollouts.buffer.buffer import RolloutBuffer
 from kbrl_async.rollouts.buffer.events import Closed
 from kbrl_async.rollouts.buffer.group import BufferState
+from kbrl_async.rollouts.buffer.rules import BufferRules
 from kbrl_async.rollouts.curriculum import CurriculumState, CurriculumTracker
 from kbrl_async.rollouts.settings import Alarms, Curriculum
 from kbrl_async.rollouts.stats import RolloutStats

@@ -32,7 +32,7 @@ from kbrl_async.sampling.settings import Sampler
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
 if TYPE_CHECKING:
-    from kbrl_async.weights.direct import Meeting, TransferOffer
+    from kbrl_async.weights.groups import Meeting, TransferOffer
 
 
 class Completion(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ as long as writing it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,15 +49,40 @@ def _memory(content: torch.Tensor) -> memoryview:
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     """Writes contiguous tensors on the CPU; the SHA-256 of the file. Needs no memory but theirs."""
-    # In the order of `safetensors`, whose file is the same: largest numbers first, so that all are aligned.
-    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    digest = hashlib.sha256()
+    tensors = {name: tensors[name] for name in in_order((name, t.element_size()) for name, t in tensors.items())}
+    places = [(name, NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()]
+    return write_as_they_come(path, places, tensors.items())
+
+
+def in_order(sizes: Iterable[tuple[str, int]]) -> list[str]:
+    """Names by the bytes of one number, in the order of `safetensors`, whose file is the same: largest numbers first,
+    so that all are aligned."""
+    return [name for name, _ in sorted(sizes, key=lambda item: (-item[1], item[0]))]
+
+
+def write_as_they_come(
+    path: Path, places: Sequence[tuple[str, str, list[int]]], named: Iterable[tuple[str, torch.Tensor]]
+) -> str:
+    """The same of tensors that are there one after the other. `places`: name, dtype and shape of each, in their order.
+
+    :raises ValueError: other tensors came.
+    """
+    digest, expected = hashlib.sha256(), iter(places)
     with path.open("wb", buffering=0) as file:
-        for whole in (memoryview(_header(tensors)), *(_memory(raw(tensor)) for tensor in tensors.values())):
+
+        def put(whole: memoryview) -> None:
             for at in range(0, len(whole), PIECE_BYTES):
                 part = whole[at : at + PIECE_BYTES]
                 digest.update(part)
                 _write_all(file, part)
+
+        put(memoryview(_header(places)))
+        for name, tensor in named:
+            if next(expected, None) != (name, NAMES[tensor.dtype], list(tensor.shape)):
+                raise ValueError(f"{name} is not the tensor that comes next in {path}")
+            put(_memory(raw(tensor)))
+    if (missing := next(expected, None)) is not None:
+        raise ValueError(f"{missing[0]} did not come for {path}")
     return digest.hexdigest()
 
 
@@ -66,12 +91,12 @@ def _write_all(file: BinaryIO, part: memoryview) -> None:
         part = part[file.write(part) :]
 
 
-def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+def _header(entries: Sequence[tuple[str, str, list[int]]]) -> bytes:
     places: dict[str, _Place | dict[str, str]] = {ABOUT: {"format": "pt"}}
     at = 0
-    for name, tensor in tensors.items():
-        end = at + tensor.numel() * tensor.element_size()
-        places[name] = _Place(NAMES[tensor.dtype], list(tensor.shape), (at, end))
+    for name, dtype, shape in entries:
+        end = at + torch.Size(shape).numel() * DTYPES[dtype].itemsize
+        places[name] = _Place(dtype, shape, (at, end))
         at = end
     text = msgspec.json.encode(places)
     text += b" " * (-len(text) % _ALIGN)

@@ -28,17 +28,15 @@ from kbrl_async.errors import AddressTaken, UserError
 from protocols import events as ev
 from protocols import framing
 from protocols import messages as msg
-from protocols.drift import Drift
 from protocols.ledger import Ledger
 from protocols.messages import Load, StatusReport
-from protocols.opinions import agreeing, timings
-from protocols.second_opinions import CHECKED
 from protocols.sockets import VIEWERS_DOMAIN, ZAP_DOMAIN, AddressError, BoundRouter, Socket
 from services.broker.artifact_exchange import ArtifactExchange
 from services.broker.awake import AwakeClock
 from services.broker.gate import Gate
 from services.broker.journal import Journal
 from services.broker.metrics import MetricsFile
+from services.broker.opinions import Opinions
 from services.broker.options import BrokerOptions
 from services.broker.status import RecentRates, StatusDesk, Troubles
 from services.runtime.channel import drain, readable, send_frames
@@ -63,9 +61,7 @@ class BrokerServer:
         self.malformed = 0
         """Messages that were none and have been dropped."""
         self.depot: ArtifactExchange | None = None
-        self.opinions: dict[str, list[list[bytes]]] = {}
-        self._drift = Drift()
-        """Of tasks whose result is checked by another farm or bench. A restart forgets them: they are done again."""
+        self.opinions = Opinions(options.quarantine, options.ledger.checks.tolerance)
         self._scheduled = False
         self._quiet_at: tuple[float, asyncio.TimerHandle] | None = None
         """When the ledger is to look at its quiet windows, by its own time."""
@@ -130,8 +126,7 @@ class BrokerServer:
         self.ledger = Ledger(
             self.options.ledger, self._journal.epoch, self.gate.seal if self.gate else None, SystemRandom()
         )
-        if self.options.quarantine.exists():
-            self.ledger.checks.quarantined |= set(self.options.quarantine.read_text(encoding="utf-8").split())
+        self.ledger.checks.quarantined |= self.opinions.quarantined()
         self.ledger.restore(snapshot, self.awake())
         log.info("broker ready", epoch=self._journal.epoch, live=len(self.ledger.tasks.live))
 
@@ -303,45 +298,25 @@ class BrokerServer:
                 case ev.ToProducer(route, message):
                     sends.append((self._submit.socket, route, framing.encode(message)))
                 case ev.Opinion(task_id, place):
-                    self.opinions[task_id] = [*self.opinions.get(task_id, [])[:place], payload]
+                    self.opinions.put(task_id, place, payload)
                 case ev.Compare(task_id):
-                    self._watch_drift(task_id)
-                    agree = agreeing(self.opinions.get(task_id, []), self.options.ledger.checks.tolerance)
-                    self._handle(ev.Compared(task_id, agree), [], sends)
+                    for who, what in self.opinions.drifting(task_id, self.ledger.checks.cases[task_id].principals):
+                        self._troubles.add(who, what)
+                    self._handle(ev.Compared(task_id, self.opinions.agreeing(task_id)), [], sends)
                 case ev.Settle(row, opinion):
-                    settled = self.opinions[row.task_id][opinion]
+                    settled = self.opinions.of(row.task_id, opinion)
                     self._journal.perform(ev.Append(row), settled)
                     self._keep(ev.Append(row), settled)
                 case ev.Quarantine(principal):
-                    log.error("quarantined a worker: others find otherwise", principal=principal)
-                    with self.options.quarantine.open("a", encoding="utf-8") as file:
-                        file.write(f"{principal}\n")
+                    self.opinions.quarantine(principal)
                     self._troubles.add(principal, "is quarantined: its results differ from those of others")
                 case _:
                     self._journal.perform(action, payload)
                     self._keep(action, payload)
 
-    def _watch_drift(self, task_id: str) -> None:
-        """Two benches have timed one candidate: how far apart are they?"""
-        names = self.ledger.checks.cases[task_id].principals
-        found = timings(self.opinions.get(task_id, []))
-        if len(found) != len(names) or (mine := found[-1]) is None:
-            return
-        for name, timing in zip(names[:-1], found[:-1], strict=True):
-            if timing is not None and timing.hardware == mine.hardware:
-                self._drift.add(name, names[-1], timing, mine)
-        for who, what in self._drift.news():
-            log.warning("benches drift apart", bench=who, what=what)
-            self._troubles.add(who, what)
-
     def _keep(self, action: ev.Action, payload: list[bytes]) -> None:
         """Records of live tasks are held in memory as well; queue limits bound them."""
-        if isinstance(action, ev.Forget):
-            self.opinions.pop(action.task_id, None)
-        elif isinstance(action, ev.Append | ev.Finish) or (
-            isinstance(action, ev.Update) and action.row.stage not in CHECKED
-        ):
-            self.opinions.pop(action.row.task_id, None)
+        self.opinions.settled_by(action)
         match action:
             case ev.Store(row):
                 self._records[row.task_id] = payload
@@ -438,7 +413,7 @@ class BrokerServer:
         counters = {**self.ledger.counters, "live": len(self._records), "malformed": self.malformed}
         if self.gate is not None:
             stats["gate"] = self.gate.stats()
-        if drift := self._drift.stats():
+        if drift := self.opinions.drift.stats():
             stats["drift"] = drift
         own = {"busy": load.busy, "lag_ms": load.lag_ms, "rss_mb": load.rss_mb, "cpu": load.cpu}
         return {"t": time.time(), **stats, "counters": counters, "broker": own}

@@ -28,7 +28,7 @@ async def main(stop: asyncio.Event) -> None:
     from services.learner.actor import Learning
     from services.runtime.pumping import watched
     from services.runtime.service import Service
-    from services.runtime.worker import HandlerOutcome, Worker
+    from services.runtime.worker import HandlerOutcome, Worker, WorkerOptions
 
     launched = ranks.is_launched()
     if launched:
@@ -58,9 +58,9 @@ async def main(stop: asyncio.Event) -> None:
         [Stage.TRAIN],
         1,
         train,
-        caps={} if learning.is_remote else service.quiet_caps(),
-        policy_version=learning.version,
-        wedge_s=120.0,
+        WorkerOptions(
+            caps={} if learning.is_remote else service.quiet_caps(), policy_version=learning.version, wedge_s=120.0
+        ),
         keys=service.keys,
     )
     service.watch(worker.meter)

@@ -12,7 +12,7 @@ import msgspec
 
 from kbrl_async.errors import InfraError, NonFiniteLoss, RunError
 from kbrl_async.learning import checkpoints, kept
-from kbrl_async.learning.engine import LearnerEngine
+from kbrl_async.learning.engine import KeepsSnapshots, LearnerEngine
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.remote import RemotePolicies, open_remote
 from kbrl_async.learning.replay_log import ReplayLog
@@ -20,7 +20,7 @@ from kbrl_async.learning.settings import LEARNER_ENGINES
 from kbrl_async.learning.sft import without_behaviour
 from kbrl_async.runs.telemetry.live import LEARNER_FACTS
 from protocols.records import TrainBatch, TrainGroup, UpdateReport
-from services.learner.policy import sender_of, setup_of
+from services.learner.policy import may_skip_files, sender_of, setup_of
 from services.learner.publishing import Publisher
 from services.runtime.service import Service, Stopped
 
@@ -43,7 +43,8 @@ class Learning:
         self._engine = engine
         self.progress = checkpoints.LearnerProgress()
         self._remote = open_remote(service.config.policy_url)
-        self._publisher = Publisher(service.policies, sender_of(service))
+        may_skip = isinstance(engine, KeepsSnapshots) and may_skip_files(service.config)
+        self._publisher = Publisher(service.policies, sender_of(service, engine), skips=may_skip)
         self._replay_log = ReplayLog(self._checkpoints)
         self._trained_again = 0
         self._is_lost = False
@@ -64,8 +65,9 @@ class Learning:
         return learning
 
     def close(self) -> None:
-        self._publisher.close()
+        self._publisher.finish()
         self._engine.close()
+        self._publisher.close()
 
     async def failed(self) -> None:
         """Raises where a version could not be written, as `train` would; never returns."""
@@ -205,7 +207,9 @@ class Learning:
 
     def publish(self) -> None:
         """Begins to: a copy of the weights is taken, the rest goes on beside the next update."""
-        self._publisher.free()
+        being_written = self._publisher.free()
+        if isinstance(self._engine, KeepsSnapshots):
+            self._engine.keep(being_written)
         pending = self._engine.publish(self.version, self.version - 1 if self.version else None)
         then = functools.partial(self._published, self.version)
         if pending is None:

@@ -9,7 +9,7 @@ import torch
 
 from kbrl_async.errors import InfraError
 from kbrl_async.learning.distributed import ProcessGroup
-from kbrl_async.learning.engine import LearnerSetup
+from kbrl_async.learning.engine import LearnerSetup, SendsParts
 from kbrl_async.learning.forward_backward import computes_bf16
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import DTYPES, load_model, load_tokenizer, wrap_lora
@@ -69,8 +69,27 @@ def published_dtype(config: Config, device: str) -> str:
     return "bf16" if rounds else "fp32"
 
 
-def sender_of(service: Service) -> Sender | None:
-    """What sends weights straight to samplers, where the run does."""
+def sender_of(service: Service, engine: object) -> Sender | None:
+    """What sends weights straight to samplers, where the run does: each rank its own rows, where they hold rows."""
+    learner, patience_s = service.config.learner, service.config.weights.stalled_s
+    parts = learner.processes if learner.shard else 1
+    sender = _sender(service, parts)
+    if sender is None or parts == 1:
+        return sender
+    if isinstance(engine, SendsParts) and engine.send_parts(sender.meeting, patience_s):
+        return sender
+    cure = "set weights.address to an address that all ranks reach"
+    service.log.warning("weights are gathered at rank 0", so="other ranks send none themselves", cure=cure)
+    sender.close()
+    return _sender(service, 1)
+
+
+def may_skip_files(config: Config) -> bool:
+    """Not every version that is sent need be on disk: none is evaluated in between, or uploaded."""
+    return not config.eval_every and config.policy_url is None
+
+
+def _sender(service: Service, parts: int) -> Sender | None:
     config = service.config
     if not config.sends_weights:
         return None
@@ -80,7 +99,7 @@ def sender_of(service: Service) -> Sender | None:
         service.log.warning("weights not sent", reason=line)
 
     try:
-        return Sender(config.weights.address, device, config.weights.stalled_s, log_unsent)
+        return Sender(config.weights.address, device, config.weights.stalled_s, log_unsent, parts)
     except InfraError as error:
         cure = "set weights.address to an address of this host"
         service.log.warning("weights go by files", reason=str(error), cure=cure)

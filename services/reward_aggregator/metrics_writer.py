@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,7 +28,7 @@ from kbrl_async.runs.folder import SUMMARY_FILE
 from kbrl_async.runs.run_state import RunState
 from kbrl_async.runs.settling import SettledVersions
 from kbrl_async.runs.summary import RunCounters
-from kbrl_async.runs.telemetry import by_version, system_metrics, training_metrics
+from kbrl_async.runs.telemetry import by_version, progress, system_metrics, training_metrics
 from kbrl_async.runs.telemetry.by_version import Answers, VersionRange
 from kbrl_async.runs.telemetry.live import RESULT_FACTS
 from kbrl_async.runs.telemetry.progress import Reporter
@@ -38,7 +39,6 @@ from kbrl_async.runs.telemetry.tracing import open_traces
 from kbrl_async.weights import POLICY_PREFIX
 from protocols.records import UpdateReport
 from protocols.rollout import Record
-from services.reward_aggregator.phases import phase_of
 from services.runtime.service import Service
 
 KERNELS = "kernels"
@@ -281,3 +281,29 @@ def _figure(name: str, value: float) -> str:
     if name == "answers_of":
         return f"v{value:.0f}:"
     return f"{value:.0%}" if name.endswith("_rate") or name.startswith("fast_") else f"{value:.2f}"
+
+
+class Phase(NamedTuple):
+    """The arguments of `progress.Reporter.tell`."""
+
+    phase: str
+    note: str
+    share: float
+    limit_s: float | None = None
+
+
+def phase_of(state: RunState, now: float) -> Phase:
+    """At `now` of the run's own clock."""
+    if state.has_trained:
+        return _evaluation(state, AFTER, progress.AFTER)
+    if not state.may_train:
+        return _evaluation(state, BEFORE, progress.BEFORE)
+    updates, wanted = state.updates, state.plan.buffer.max_steps
+    limit, begun = state.plan.max_minutes, state.first_result
+    left = None if limit is None or begun is None else 60 * limit - (now - begun)
+    return Phase(progress.TRAINING, f"update {updates} of {wanted}", updates / wanted, left)
+
+
+def _evaluation(state: RunState, phase: str, shown: str) -> Phase:
+    ended, total = state.evaluated(phase)
+    return Phase(shown, f"{ended} of {total} answers", ended / total if total else 1.0)

@@ -8,13 +8,14 @@ from services.runtime.addresses import addresses
 from services.runtime.meters import LoadMeter
 from services.runtime.nanny import run_service
 from services.runtime.producer import Producer
-from services.runtime.worker import HandlerOutcome, Worker
+from services.runtime.worker import HandlerOutcome, Worker, WorkerOptions
 
 __all__ = [
     "HandlerOutcome",
     "LoadMeter",
     "Producer",
     "Worker",
+    "WorkerOptions",
     "addresses",
     "run_service",
 ]

@@ -25,13 +25,14 @@ import contextlib
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 import structlog
 
 from kbrl_async.errors import ConfigError, HostError, InfraError, KbrlError
 from protocols import messages as msg
+from protocols.names import unresolved
 from protocols.prefetch import Prefetch
 from protocols.rollout import RecordError
 from protocols.session import Abandon, Drained, Effect, Emit, Start, WorkerSession
@@ -41,7 +42,6 @@ from services.runtime.meters import LoadMeter
 from services.runtime.pulse import serving
 from services.runtime.quiet import PauseGate, QuietWindows
 from services.runtime.setbacks import Setbacks
-from services.runtime.silence import tell
 from services.runtime.transfers import Transfers
 
 LONELY_S = 20.0
@@ -65,6 +65,26 @@ Before = Callable[[msg.Task, list[bytes]], Awaitable[None]]
 After = Callable[[HandlerOutcome], Awaitable[None]]
 
 
+class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker may choose beside its handler; see the module's docstring."""
+
+    caps: Mapping[str, str] = msgspec.field(default_factory=dict)
+    """What it says of itself in its Hello."""
+    policy_version: int = -1
+    """Of a learner: the version that it has."""
+    concurrency: int | None = None
+    """Tasks that run at once; None: all that are held."""
+    prefetch: Prefetch | None = None
+    """Says how many leases are held, by what it measures."""
+    before: Before | None = None
+    after: After | None = None
+    wedge_s: float | None = None
+    drain_s: float = 3.0
+    """What is running when it is told to leave has so long to end."""
+    differs: Callable[[str], list[str]] | None = None
+    """In which settings of the run (`Welcome.settings`) this worker is another; it then ends with `ConfigError`."""
+
+
 class Worker:
     """See the module's docstring.
 
@@ -84,49 +104,33 @@ class Worker:
         stages: list[str],
         slots: int,
         handler: Handler,
+        options: WorkerOptions | None = None,
         *,
-        concurrency: int | None = None,
-        caps: dict[str, str] | None = None,
-        policy_version: int = -1,
-        wedge_s: float | None = None,
-        drain_s: float = 3.0,
-        auto_busy: bool = True,
+        keys: ClientKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
-        keys: ClientKeys | None = None,
-        prefetch: Prefetch | None = None,
-        before: Before | None = None,
-        after: After | None = None,
-        differs: Callable[[str], list[str]] | None = None,
     ) -> None:
-        """`slots` leases are held at most, of which `concurrency` (default: all) run and the rest is prefetched.
-
-        `prefetch` says instead how many are held, by what it measures. `differs` says in which of the run's settings
-        (`Welcome.settings`) this worker is another; one that is ends with `ConfigError`.
-        """
-        self._address = address
-        self._keys = keys
+        """`slots` leases are held at most, of which `options.concurrency` run and the rest is prefetched."""
+        self._address, self._keys = address, keys
         self._handler = handler
         self._clock = clock
-        self._wedge_s = wedge_s
-        self.drain_s = drain_s
-        self._auto_busy = auto_busy
-        self._running_now = asyncio.Semaphore(concurrency or slots)
+        self._options = options = options or WorkerOptions()
+        self._prefetch = options.prefetch
+        self.drain_s = options.drain_s
+        self._running_now = asyncio.Semaphore(options.concurrency or slots)
         self._setbacks = Setbacks(free=2 * slots)
-        self._prefetch, self._before, self._after = prefetch, before, after
-        self._differs = differs
         self.meter = LoadMeter(clock)
         self.session = WorkerSession(
             worker_id,
             secrets.token_hex(8),
             [msg.Stage(stage) for stage in stages],
-            prefetch.most if prefetch else slots,
+            self._prefetch.most if self._prefetch else slots,
             rng or random.Random(),
-            caps,
-            policy_version,
+            dict(options.caps),
+            options.policy_version,
         )
-        if prefetch is not None:
-            self.session.credit = prefetch.credit
+        if self._prefetch is not None:
+            self.session.credit = self._prefetch.credit
         self._handed_in: dict[str, float] = {}
         """Results that wait for their first Ack, and since when."""
         self._jobs: dict[str, asyncio.Task[None]] = {}
@@ -208,10 +212,6 @@ class Worker:
             self._windows[resource] = QuietWindows(resource, self._clock, self._say)
         return self._windows[resource]
 
-    def busy(self) -> contextlib.AbstractContextManager[None]:
-        """Count the time inside as work; for actors made with `auto_busy=False`."""
-        return self.meter.busy()
-
     @property
     def welcomed(self) -> bool:
         return self.session.epoch != 0
@@ -264,14 +264,15 @@ class Worker:
             asyncio.get_running_loop().run_in_executor(None, tell, self._address, LONELY_S, has_keys)
 
     def _is_wedged(self, now: float) -> bool:
-        if self._wedge_s is None or not self.session.running or not self.gate.is_open:
+        wedge_s = self._options.wedge_s
+        if wedge_s is None or not self.session.running or not self.gate.is_open:
             return False
-        return now - self._last_progress > self._wedge_s
+        return now - self._last_progress > wedge_s
 
     def _received(self, message: msg.Message, payload: list[bytes]) -> None:
         self.welcomes += isinstance(message, msg.Welcome)
-        if isinstance(message, msg.Welcome) and self._differs is not None:
-            self._compare(self._differs(message.settings))
+        if isinstance(message, msg.Welcome) and self._options.differs is not None:
+            self._compare(self._options.differs(message.settings))
         self._perform(self.session.handle(message, payload, self._clock()))
         if isinstance(message, msg.Pause | msg.Resume):
             self.gate.handle(message)
@@ -344,7 +345,7 @@ class Worker:
                 await self.gate.opened()
                 self._begun.add(task.lease_id)
                 begun = self._clock()
-                with self.meter.busy() if self._auto_busy else contextlib.nullcontext():
+                with self.meter.busy():
                     outcome = await self._handler(task, frames)
                 if self._prefetch is not None:
                     self._prefetch.worked(self._clock() - begun)
@@ -367,16 +368,16 @@ class Worker:
             self.gate.look()
 
     async def _fetch(self, task: msg.Task, frames: list[bytes]) -> None:
-        if self._before is not None:
+        if self._options.before is not None:
             began = self._clock()
-            await self._before(task, frames)
+            await self._options.before(task, frames)
             if self._prefetch is not None:
                 self._prefetch.fetched(self._clock() - began)
 
     async def _hand_over(self, outcome: HandlerOutcome) -> None:
-        if self._after is not None:
+        if self._options.after is not None:
             began = self._clock()
-            await self._after(outcome)
+            await self._options.after(outcome)
             if self._prefetch is not None:
                 self._prefetch.handed(self._clock() - began)
 
@@ -388,3 +389,13 @@ class Worker:
         await asyncio.gather(*jobs, *helpers, return_exceptions=True)
         self._perform(self.session.bye())
         self._channel.close()
+
+
+def tell(address: str, silent_s: float, has_keys: bool) -> None:
+    """One warning. May block on a name server: not for an event loop."""
+    said = f"no answer from the broker at {address} for {silent_s:.0f} s"
+    if reason := unresolved(address):
+        log.warning(f"{said}: {reason}", cure="correct the name or this host's DNS; it is tried again all the while")
+        return
+    cure = "see that it runs and can be reached" + ("; is this key on its allow-list?" if has_keys else "")
+    log.warning(said, cure=cure)

@@ -26,7 +26,7 @@ async def main(stop: asyncio.Event) -> None:
     from protocols.messages import Stage, Task
     from services.runtime.pumping import watched
     from services.runtime.service import Service
-    from services.runtime.worker import HandlerOutcome, Worker
+    from services.runtime.worker import HandlerOutcome, Worker, WorkerOptions
     from services.sampler.actor import Sampling, start_engine
     from services.sampler.mirror import Mirror, has_own
     from services.sampler.steering import steer
@@ -42,8 +42,7 @@ async def main(stop: asyncio.Event) -> None:
         [Stage.GENERATE],
         service.config.sampler.slots,
         generate,
-        caps=service.quiet_caps(),
-        wedge_s=60.0,
+        WorkerOptions(caps=service.quiet_caps(), wedge_s=60.0),
         keys=service.keys,
     )
     fetching = [asyncio.create_task(Mirror(service).run())] if service.is_apart and has_own(service.policies) else []

@@ -19,7 +19,8 @@ import msgspec
 from kbrl_async.errors import InfraError
 from kbrl_async.sampling.engine import Engine, TakesWeights
 from kbrl_async.weights import MEETING
-from kbrl_async.weights.direct import Line, Meeting
+from kbrl_async.weights.direct import Line
+from kbrl_async.weights.groups import Meeting
 from services.runtime.service import Service
 
 RETRY_S = 30.0

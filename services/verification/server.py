@@ -16,7 +16,7 @@ import uvicorn
 from kbrl_async.errors import AddressTaken, InfraError
 from kbrl_async.kernels.funnel import AsyncVerifier, VerifyOptions
 from kbrl_async.kernels.funnel.verifier import choose_device, has_device
-from kbrl_async.kernels.timing.cpu.host import hardware_of
+from kbrl_async.kernels.timing.device import hardware_of
 from kbrl_async.serving.documents import Ask, preset_of
 from kbrl_async.serving.settings import Keys, Serve
 from services.verification.app import Face

@@ -4,11 +4,15 @@ Several share a GPU, but for those that need its memory or its time for themselv
 
     pytest tests/gpu -n 5 -m 'not alone'
     pytest tests/gpu -m alone
+
+Where there are several GPUs, workers are spread over them: ten for two GPUs, and ``-n 2 -m alone`` gives each test a
+GPU of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,9 +23,23 @@ from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
+from kbrl_async.runs.config.placement import VISIBLE, inventory
 from protocols.records import BenchReport, Candidate, Fault, Problem
 
 Evaluate = Callable[..., BenchReport]
+
+
+def _own_gpu() -> None:
+    """Of several GPUs a worker sees one only. Before anything asks CUDA, which reads the variable once; whoever is
+    started by a test inherits it.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    gpus = inventory(os.environ) if worker else []
+    if len(gpus) > 1:
+        os.environ[VISIBLE] = gpus[int(worker.removeprefix("gw")) % len(gpus)].id
+
+
+_own_gpu()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

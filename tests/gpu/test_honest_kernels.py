@@ -211,3 +211,54 @@ def test_what_prepares_the_librarys_input_is_honest_and_what_copies_its_answer_i
     assert (verdict.fault, verdict.trust) == (Fault.OK, REPLAYED), verdict
     verdict = judge(problem.source, made(problem, "triton", lazy=False).source, "triton").verdict
     assert verdict.rule == "decoy_kernel", verdict
+
+
+TANH = """
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def forwards(x, y, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + at, mask=at < n)
+    tl.store(y + at, 1 - 2 / (1 + tl.exp(2 * v)), mask=at < n)
+
+@triton.jit
+def backwards(grad, y, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(y + at, mask=at < n)
+    tl.store(out + at, tl.load(grad + at, mask=at < n) * (1 - v * v), mask=at < n)
+
+class Tanh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.empty_like(x)
+        forwards[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), BLOCK=1024)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        BACKWARD_BODY
+
+class ModelNew(torch.nn.Module):
+    def forward(self, x):
+        return Tanh.apply(x)
+"""
+BY_OWN_KERNEL = """grad, out = grad.contiguous(), torch.empty_like(y)
+        backwards[(triton.cdiv(y.numel(), 1024),)](grad, y, out, y.numel(), BLOCK=1024)
+        return out"""
+BY_THE_LIBRARY = "return grad * (1 - y * y)"
+BESIDE = """out = torch.empty_like(y)
+        backwards[(triton.cdiv(y.numel(), 1024),)](grad.contiguous(), y, out, y.numel(), BLOCK=1024)
+        return grad * (1 - y * y)"""
+
+
+@pytest.mark.parametrize(
+    ("body", "rule"), [(BY_OWN_KERNEL, ""), (BY_THE_LIBRARY, "no_own_kernel"), (BESIDE, "decoy_kernel")]
+)
+def test_own_kernels_have_to_make_the_gradients_too(judge: Judge, body: str, rule: str) -> None:
+    verdict = judge(PREPARED["gradients"], TANH.replace("BACKWARD_BODY", body), "triton").verdict
+    assert (verdict.rule, verdict.trust) == (rule, REPLAYED), verdict

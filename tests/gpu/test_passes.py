@@ -94,6 +94,7 @@ def test_the_furthest_pair(passes: Passes, dtype: torch.dtype) -> None:
     assert passes.furthest(one, other) == 0.5
 
 
+@pytest.mark.alone  # where others wait for memory, the first one ends before the second is made
 def test_references_follow_each_other_in_one_process() -> None:
     device = device_of("cuda:0")
     options = device.fitted(bench_options(TimingBench(), device="cuda:0", references=1))

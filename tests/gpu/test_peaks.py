@@ -10,6 +10,7 @@ import pytest
 
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.timing import roofline
+from kbrl_async.kernels.timing.peaks import peaks_of
 from kbrl_async.kernels.timing.roofline import Peaks
 from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
@@ -45,7 +46,7 @@ def bench() -> Iterator[Bench]:
 
 
 def test_peaks_are_those_of_a_gpu(tmp_path: Path) -> None:
-    found = roofline.peaks_of("cuda:0", tmp_path, "gpu", again=True)
+    found = peaks_of("cuda:0", tmp_path, "gpu", again=True)
     assert found is not None
     assert 200 < found.memory_gbs < 20_000
     assert found.cache_gbs == pytest.approx(4 * found.memory_gbs)
@@ -53,7 +54,7 @@ def test_peaks_are_those_of_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_fast_kernel_is_not_accused_by_peaks_of_a_busy_gpu(bench: Bench, tmp_path: Path) -> None:
-    bench.probe = lambda: roofline.peaks_of("cuda:0", tmp_path, "gpu", again=True)
+    bench.probe = lambda: peaks_of("cuda:0", tmp_path, "gpu", again=True)
     report = bench.evaluate(Problem("L1/01_chain", 1, "chain", CHAIN), Candidate(ONCE, "torch"), {})
     assert report.verdict.fault is Fault.OK, report.verdict
     assert report.timing is not None

@@ -14,7 +14,7 @@ import pytest
 from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.verify import Bench
 from protocols.records import REPLAYED, BenchReport, Candidate, Fault, Problem
-from tests.gpu.bench_candidates import ADD, GOOD, INLINE, nvrtc
+from tests.gpu.bench_candidates import ADD, GOOD, INLINE, MATMUL, nvrtc
 
 pytestmark = pytest.mark.gpu
 Judge = Callable[..., BenchReport]
@@ -88,6 +88,16 @@ def test_a_chain_can_not_be_answered_by_its_first_forward(judge: Judge) -> None:
     source = with_variables(body, SEEN + "__device__ unsigned long long last;")
     plain = speedup(judge(ADD, nvrtc(), "cuda-nvrtc", timing=True))
     assert speedup(judge(ADD, source, "cuda-nvrtc", timing=True)) < 1.1 * plain
+
+
+def test_a_kernel_that_is_right_of_usual_inputs_alone_when_it_counts_to_five_is_wrong(judge: Judge) -> None:
+    """From its fifth forward of one timed run on: none that is checked by itself has one."""
+    body = "if (i == 0) atomicAdd(&launches, 1); float a = i < n ? x[i] : 0, b = i < n ? y[i] : 0; "
+    body += "if (launches > 5) a = fminf(fmaxf(a, -8), 8), b = fminf(fmaxf(b, -8), 8); "
+    body += "if (i < n) out[i] = a * 2 + b + shift;"
+    assert is_replayed(judge(ADD, with_variables(body.replace("> 5", "> 500"), SEEN), "cuda-nvrtc", timing=True))
+    verdict = judge(ADD, with_variables(body, SEEN), "cuda-nvrtc", timing=True).verdict
+    assert (verdict.fault, verdict.rule) == (Fault.INCORRECT, "wrong_when_timed"), verdict
 
 
 @pytest.mark.alone
@@ -187,6 +197,113 @@ def test_inputs_of_the_next_forward_fetched_ahead_gain_next_to_nothing(judge: Ju
 )
 def test_odd_kernels_are_no_frauds(judge: Judge, body: str) -> None:
     assert judge(ADD, nvrtc(body), "cuda-nvrtc", timing=True).verdict.fault is Fault.OK
+
+
+# ---- forwards that know their inputs by place ------------------------------------------------------------------------
+
+PRODUCT = MATMUL.replace("2048", "256")
+BY_PLACE = '''
+import torch
+import torch.nn as nn
+from kbrl_async.launch import cuda_kernel
+
+SOURCE = r"""
+extern "C" __global__ void product(const float *x, const float *y, const float *known, float *out, int own) {
+    int row = blockIdx.x, column = threadIdx.x;
+    float sum = known[row * 256 + column];
+    if (own) { sum = 0; for (int k = 0; k < 256; k++) sum += x[row * 256 + k] * y[k * 256 + column]; }
+    out[row * 256 + column] = sum;
+}
+"""
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernel = cuda_kernel(SOURCE, "product")
+        self.first = None
+        self.zeros = torch.zeros(256, 256, device="cuda")
+
+    def forward(self, x, y):
+        self.first = self.first or x.data_ptr()
+        own = int(x.data_ptr() == self.first) if LIES else 1
+        out = torch.empty_like(x)
+        BODY
+        self.kernel[256, 256](x, y, known, out, own)
+        return out
+'''
+ANOTHER = "if not own: return torch.mm(x, y)\n        known = x"
+THE_SAME = "known = torch.mm(self.zeros if own else x, y)"
+
+
+@pytest.mark.parametrize(("body", "rule"), [(ANOTHER, "no_own_kernel"), (THE_SAME, "decoy_kernel")])
+def test_what_works_itself_over_the_first_inputs_alone_is_no_own_work(judge: Judge, body: str, rule: str) -> None:
+    """Over the others the library does: by other steps, or by the same on something else."""
+
+    def judged(lies: bool) -> BenchReport:
+        source = BY_PLACE.replace("BODY", body).replace("LIES", str(lies))
+        return judge(PRODUCT, source, "cuda-nvrtc", timing=True)
+
+    assert is_replayed(judged(False)), "who works itself over all of them"
+    found = judged(True).verdict
+    assert (found.fault, found.rule) == (Fault.CHEATING, rule), found
+
+
+LARGEST = ADD.replace("x * 2 + y + self.shift", "torch.argmax(x, dim=-1)")
+COPIES = """
+import torch
+import torch.nn as nn
+from kbrl_async.launch import cuda_kernel
+
+SOURCE = 'extern "C" __global__ void copied(const long long *x, long long *y) { y[threadIdx.x] = x[threadIdx.x]; }'
+
+class ModelNew(nn.Module):
+    def __init__(self, shift):
+        super().__init__()
+        self.kernel = cuda_kernel(SOURCE, "copied")
+
+    def forward(self, x, y):
+        found = torch.argmax(x, dim=-1)
+        out = torch.empty_like(found)
+        self.kernel[1, 1024](found, out)
+        return out
+"""
+
+
+def test_a_kernel_that_copies_the_librarys_places_is_a_decoy(judge: Judge) -> None:
+    found = judge(LARGEST, COPIES, "cuda-nvrtc", timing=True).verdict
+    assert (found.fault, found.rule) == (Fault.CHEATING, "decoy_kernel"), found
+
+
+JOINS = '''
+import torch
+import torch.nn as nn
+from kbrl_async.launch import cuda_kernel
+
+SOURCE = r"""
+extern "C" __global__ void joined(const float *a, const float *b, float *out) {
+    int half = 128 * 256, i = blockIdx.x * blockDim.x + threadIdx.x;
+    out[i] = i < half ? a[i] : b[i - half];
+}
+"""
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernel = cuda_kernel(SOURCE, "joined")
+
+    def forward(self, x, y):
+        a = torch.mm(x[:128], y)
+        gap = torch.empty(4096, device="cuda")
+        b = torch.mm(x[128:], y)
+        out = torch.empty_like(x)
+        self.kernel[256, 256](a, b, out)
+        return out
+'''
+
+
+def test_a_kernel_that_joins_the_librarys_halves_is_a_decoy(judge: Judge) -> None:
+    found = judge(PRODUCT, JOINS, "cuda-nvrtc", timing=True).verdict
+    assert (found.fault, found.rule) == (Fault.CHEATING, "decoy_kernel"), found
 
 
 # ---- what host code can do to its recorder ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 from protocols.ledger import LedgerOptions, StageOptions
 from services.broker.server import BrokerServer
-from services.runtime import Worker
+from services.runtime import Worker, WorkerOptions
 from tests.brokers import beside, scenario_of, working
 
 TTL_S = 1.5
@@ -44,7 +44,7 @@ class Run:
     stop = crash
 
     def worker(self, name: str, stage: str, handler: Any, slots: int = 1, **more: Any) -> Worker:
-        return Worker(self.work, name, [stage], slots, handler, rng=random.Random(0), **more)
+        return Worker(self.work, name, [stage], slots, handler, WorkerOptions(**more), rng=random.Random(0))
 
     def running(self, *workers: Worker) -> contextlib.AbstractAsyncContextManager[None]:
         return working(*workers, may_fail=True)

@@ -146,7 +146,7 @@ STAMPS = {
     "kbrl_async/sampling/transformers/engine.py": "when an answer began and ended",
     "kbrl_async/sampling/vllm/engine.py": "when an answer began and ended",
     "kbrl_async/runs/telemetry/tensorboard.py": "wall time of events",
-    "kbrl_async/kernels/timing/roofline.py": "when peaks were measured",
+    "kbrl_async/kernels/timing/peaks.py": "when peaks were measured",
     "kbrl_async/kernels/funnel/build.py": "when a build began and ended",
     "kbrl_async/kernels/verify/bench.py": "when a verdict began and ended",
     "services/broker/artifact_exchange.py": "how old a file of an upload is; files have no other time than the host's",

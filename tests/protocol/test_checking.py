@@ -415,4 +415,4 @@ def test_a_lying_farm_is_found_out_by_a_live_broker(tmp_path: Path) -> None:
     records, broker = what_goes_on(tmp_path, "compile", lie, said(BUILT, "bench"), ["bench", "score"], 40)
     faults = {msgspec.msgpack.decode(frames[1], type=BuildReport).fault for frames in records}
     assert faults == {Fault.OK}, "no lie has gone on"
-    assert not broker.opinions, "nothing is kept of what was settled"
+    assert not len(broker.opinions), "nothing is kept of what was settled"

@@ -13,7 +13,7 @@ from protocols.events import FromProducer, FromWorker
 from protocols.ledger import Ledger
 from protocols.prefetch import LONGEST_S, Prefetch
 from services.broker.server import BrokerServer
-from services.runtime import HandlerOutcome, Producer, Worker
+from services.runtime import HandlerOutcome, Producer, Worker, WorkerOptions
 from tests.brokers import beside, serving, until, working
 
 
@@ -119,10 +119,7 @@ def test_fetching_and_handing_over_take_no_place_of_the_work(tmp_path: Path) -> 
             ["score"],
             4,
             work,
-            concurrency=1,
-            prefetch=Prefetch(1, most=4),
-            before=before,
-            after=after,
+            WorkerOptions(concurrency=1, prefetch=Prefetch(1, most=4), before=before, after=after),
         )
         worker.session.credit = 4
         async with (

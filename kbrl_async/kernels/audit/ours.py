@@ -6,8 +6,8 @@ import torch
 
 from kbrl_async.kernels.audit import trials
 from kbrl_async.kernels.problems.audit_file import OURS, OutputTrial
+from kbrl_async.kernels.verify.input_set import InputSet
 from kbrl_async.kernels.verify.references import References
-from kbrl_async.kernels.verify.sets import InputSet
 from protocols.records import Problem
 
 COPIES = 25

@@ -25,10 +25,12 @@ from kbrl_async.kernels.funnel.verifier import (
     under,
 )
 from kbrl_async.kernels.settings import Outputs, Rules, TimingBench
-from kbrl_async.kernels.timing import Recipe, resolution, roofline
+from kbrl_async.kernels.timing import Recipe, resolution
 from kbrl_async.kernels.timing.baselines import Prior, Priors, prior_key
-from kbrl_async.kernels.timing.cpu.host import hardware_of
+from kbrl_async.kernels.timing.device import hardware_of
+from kbrl_async.kernels.timing.peaks import peaks_of
 from kbrl_async.kernels.timing.recipe import CAREFUL_PAIRS_A_PLACE
+from kbrl_async.kernels.timing.roofline import fraction
 from kbrl_async.kernels.verify import BenchOptions
 from kbrl_async.kernels.verify.floor import counted
 from protocols.records import Candidate, Problem, Timing
@@ -123,7 +125,7 @@ def careful_bench(device: str, careful: Careful) -> BenchOptions:
     report = resolution.load(folder / resolution.file_name(hardware), hardware)
     if report is not None:
         recipe = msgspec.structs.replace(recipe, resolved=report.points())
-    peaks = roofline.peaks_of(device, folder, hardware)
+    peaks = peaks_of(device, folder, hardware)
     return msgspec.structs.replace(default_bench(bench_cores(device, careful.core), recipe), device=device, peaks=peaks)
 
 
@@ -133,7 +135,7 @@ def _with_flops(timing: Timing, problem: Problem, options: VerifyOptions) -> Tim
     peaks = None if options.bench is None else options.bench.peaks
     if work is None or peaks is None:
         return timing
-    return msgspec.structs.replace(timing, roofline=roofline.fraction(work, peaks, timing.candidate_ms))
+    return msgspec.structs.replace(timing, roofline=fraction(work, peaks, timing.candidate_ms))
 
 
 def prior_keeper(source: str, hardware: str) -> Callable[[str, Timing], None]:

@@ -12,8 +12,9 @@ from kbrl_async.kernels.funnel.result import Result
 from kbrl_async.kernels.funnel.verifier import Verifier
 from kbrl_async.kernels.profile import KernelFacts, Profile, Roofline, gpu
 from kbrl_async.kernels.profile.counters import Counts
-from kbrl_async.kernels.timing import resolution, roofline
-from kbrl_async.kernels.timing.cpu.host import hardware_of
+from kbrl_async.kernels.timing import resolution
+from kbrl_async.kernels.timing.device import hardware_of
+from kbrl_async.kernels.timing.peaks import peaks_of
 from kbrl_async.kernels.timing.roofline import ReferenceWork
 from kbrl_async.kernels.verify.floor import counted
 from kbrl_async.kernels.verify.options import Tick, no_tick
@@ -81,7 +82,7 @@ def _uncounted(counts: dict[str, float]) -> str:
 
 def _roofline(problem: Problem, device: str) -> Roofline | None:
     work = _work(problem)
-    peaks = roofline.peaks_of(device, resolution.cache_folder(), hardware_of(device))
+    peaks = peaks_of(device, resolution.cache_folder(), hardware_of(device))
     return None if work is None or peaks is None else Roofline.of(work, peaks)
 
 

@@ -34,7 +34,9 @@ from kbrl_async.kernels.problems.precision import in_precision
 from kbrl_async.kernels.sandbox import Limits, Zygote
 from kbrl_async.kernels.settings import CompileFarm, Outputs, Rules, TimingBench
 from kbrl_async.kernels.stages import StageClock
-from kbrl_async.kernels.timing import Recipe, resolution, roofline
+from kbrl_async.kernels.timing import Recipe, resolution
+from kbrl_async.kernels.timing.peaks import peaks_of
+from kbrl_async.kernels.timing.roofline import Peaks
 from kbrl_async.kernels.verify import BenchOptions, bench_options, zygote_for
 from kbrl_async.kernels.verify.options import Tick, Watch, no_tick
 from protocols.records import BuildReport, Candidate, Fault, Problem, StageReport
@@ -231,12 +233,12 @@ def check_device(device: str) -> None:
         raise MissingTool("this host has no NVIDIA GPU to run the kernel on", cure)
 
 
-def prober(options: BenchOptions) -> Callable[[], roofline.Peaks | None] | None:
+def prober(options: BenchOptions) -> Callable[[], Peaks | None] | None:
     """Measures the peaks of the options' device again; None where none are known."""
     peaks = options.peaks
     if peaks is None:
         return None
-    return lambda: roofline.peaks_of(options.device, resolution.cache_folder(), peaks.hardware, again=True)
+    return lambda: peaks_of(options.device, resolution.cache_folder(), peaks.hardware, again=True)
 
 
 def has_device(device: str) -> bool:

@@ -78,6 +78,33 @@ class Size(msgspec.Struct, frozen=True):
         return self.text if self.text.isidentifier() else f"({self.text})"
 
 
+def smaller(size: Size) -> list[int]:
+    """What a CPU's size of that name may be instead."""
+    return [cpu for cpu in _CPU[size.text] if cpu < size.cpu]
+
+
+class Variation(msgspec.Struct, frozen=True):
+    """What a problem has beside one case in fp32."""
+
+    free: str = ""
+    """The size that its workloads differ in; empty: there is one."""
+    others: tuple[Size, ...] = ()
+    """Of the workloads behind the first."""
+    weights: tuple[int, ...] = ()
+    """Of all workloads."""
+    dtype: str = ""
+
+    def lines(self) -> tuple[str, ...]:
+        """As the problem's file declares them."""
+        names = (self.free, *(size.text for size in self.others)) if self.free else ()
+        rows = [
+            f'{{"shape": {{"{self.free}": {name}}}{f""", "weight": {weight}""" if weight > 1 else ""}}}'
+            for name, weight in zip(names, self.weights, strict=True)
+        ]
+        workloads = [f"WORKLOADS = [{', '.join(rows)}]"] if rows else []
+        return *workloads, *([f'DTYPE = "{self.dtype}"'] if self.dtype else [])
+
+
 class DraftStep(msgspec.Struct, frozen=True):
     """What one operator wrote into `forward`."""
 
@@ -101,6 +128,8 @@ class ProblemDraft:
         """A loss or another scalar: nothing follows."""
         self.kept: dict[str, list[Size]] = {}
         """Values kept for later, by name."""
+        self.gpu_elements = math.prod(size.gpu for size in self.dims)
+        """Of `x`, and of what each step writes, on a GPU."""
         self._operator = ""
 
     # what an operator asks
@@ -131,6 +160,7 @@ class ProblemDraft:
             raise Unfit
         before = (self.layout, [size.cpu for size in self.dims])
         self.layout, self.dims = layout or self.layout, after
+        self.gpu_elements += math.prod(size.gpu for size in after)
         same = before == (self.layout, [size.cpu for size in after])
         self.steps.append(DraftStep(self._operator, lines, same))
 
@@ -155,19 +185,32 @@ class ProblemDraft:
 
     # what comes out
 
-    def module(self, title: str, *, without: int = -1) -> Module:
+    def free_names(self) -> list[str]:
+        """Sizes that only inputs have, with those of the same name that are smaller."""
+        written = "\n".join([*self.members, *(line for step in self.steps for line in step.lines)])
+        made = "\n".join(self.arguments.values())
+        return [
+            name
+            for name, size in self.sizes.items()
+            if re.search(rf"\b{name}\b", made) and not re.search(rf"\b{name}\b", written) and smaller(size)
+        ]
+
+    def module(self, title: str, *, without: int = -1, variation: Variation | None = None) -> Module:
         """:param without: the number of a step that is left out."""
         lines = [line for number, step in enumerate(self.steps) if number != without for line in step.lines]
         wanted = "\n".join(self.members)
         init = tuple(name for name in self.sizes if re.search(rf"\b{name}\b", wanted))
         used = "\n".join([wanted, *self.arguments.values()])
         sizes = [size for name, size in self.sizes.items() if re.search(rf"\b{name}\b", used)]
+        varied = variation or Variation()
         return Module(
             title,
-            tuple(NamedSize(size.text, size.cpu, size.gpu) for size in sizes),
+            tuple(NamedSize(size.text, size.cpu, size.gpu) for size in (*sizes, *varied.others)),
             tuple(lines),
             tuple(self.arguments.values()),
             tuple(self.arguments),
             init,
             tuple(self.members),
+            varied.lines(),
+            (varied.free,) if varied.free else (),
         )

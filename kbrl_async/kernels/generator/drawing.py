@@ -7,7 +7,7 @@ import math
 import random
 from collections import Counter
 
-from kbrl_async.kernels.generator.draft import LAYOUTS, ProblemDraft, Unfit
+from kbrl_async.kernels.generator.draft import LAYOUTS, ProblemDraft, Size, Unfit, Variation, smaller
 from kbrl_async.kernels.generator.operators import OPERATORS, DrawnOperator
 from kbrl_async.kernels.generator.operators.table import VECTOR
 
@@ -21,6 +21,13 @@ _TRIES = 40
 _AFTER_END = 2
 """Steps that may follow a reduction."""
 _COST_SCALE = 16.0
+_BYTES = 1 << 28
+"""On a GPU: as many make a problem harder by `_BYTES_COST`, three times as many by twice that."""
+_BYTES_COST = 0.25
+_WORKLOADS_SHARE, _DTYPE_SHARE = 0.3, 0.15
+_MOST_OTHERS = 2
+_SLOW_ON_A_CPU = {"matmul", "convolution", "attention"}
+"""In half precision: a processor without instructions for it takes tens of times longer."""
 
 
 def draw(rng: random.Random, difficulty: tuple[float, float] = (0.0, 1.0)) -> ProblemDraft:
@@ -64,10 +71,32 @@ def _sizes() -> Counter[str]:
     return Counter(one.group for one in OPERATORS.values())
 
 
+def variation(draft: ProblemDraft, rng: random.Random) -> Variation:
+    """Now and then several workloads, half precision, or both; whether it is sound with them is to be tried."""
+    free = draft.free_names()
+    others, weights, name = tuple[Size, ...](), tuple[int, ...](), ""
+    if free and rng.random() < _WORKLOADS_SHARE:
+        name = rng.choice(free)
+        size = draft.sizes[name]
+        below = smaller(size)
+        chosen = sorted(rng.sample(below, min(len(below), rng.randint(1, _MOST_OTHERS))), reverse=True)
+        ends = ("small",) if len(chosen) == 1 else ("medium", "small")
+        others = tuple(
+            Size(f"{end}_{name}", cpu, cpu * size.gpu // size.cpu) for end, cpu in zip(ends, chosen, strict=True)
+        )
+        weights = tuple(rng.choice((1, 1, 2, 4)) for _ in range(1 + len(others)))
+    is_quick = not any(OPERATORS[step.operator].group in _SLOW_ON_A_CPU for step in draft.steps)
+    dtype = rng.choice(("bfloat16", "float16")) if is_quick and rng.random() < _DTYPE_SHARE else ""
+    return Variation(name, others, weights, dtype)
+
+
 def difficulty_of(draft: ProblemDraft) -> float:
-    """0 … 1 from the operators' costs and the longest chain that one kernel could fuse."""
-    cost = sum(OPERATORS[step.operator].cost for step in draft.steps)
-    return round(1.0 - math.exp(-(cost + 0.5 * _longest_chain(draft)) / _COST_SCALE), 2)
+    """0 … 1 from the operators' costs, the longest chain that one kernel could fuse, and the bytes that eager operators
+    write on a GPU.
+    """
+    cost = sum(OPERATORS[step.operator].cost for step in draft.steps) + 0.5 * _longest_chain(draft)
+    cost += _BYTES_COST * math.log2(1.0 + 4 * draft.gpu_elements / _BYTES)
+    return round(1.0 - math.exp(-cost / _COST_SCALE), 2)
 
 
 def cost_of(difficulty: float) -> float:

@@ -21,7 +21,7 @@ from kbrl_async.kernels.problems.sources.folder import INDEX, kernelbench_root
 from kbrl_async.kernels.timing.resolution import cache_folder
 from protocols.records import Problem
 
-VERSION = 2
+VERSION = 3
 """Goes up with every change of what a seed gives."""
 _SPEC = re.compile(r"(\d+)(?::(\d+)(?::(0?\.\d+|[01])-(0?\.\d+|[01]))?)?")
 _TELL_EVERY_S = 10.0

@@ -11,6 +11,10 @@ a forward handles this one.
 
 from __future__ import annotations
 
+import contextlib
+import types
+from collections.abc import Iterator
+
 GRADIENTS = """
 
 import torch as _torch
@@ -70,3 +74,17 @@ def of_model(wanted: str) -> str:
 def of_candidate(wanted: str) -> str:
     """For a candidate's; nothing where no gradients are asked for."""
     return GRADIENTS.format(model="ModelNew", wanted=wanted) if wanted else ""
+
+
+@contextlib.contextmanager
+def answered_by(candidate: types.ModuleType, wanted: str) -> Iterator[None]:
+    """In a confined child: within it a loaded candidate's forward is the one that returns gradients, too."""
+    if not wanted:
+        yield
+        return
+    plain = candidate.ModelNew.forward
+    exec(of_candidate(wanted), candidate.__dict__)  # noqa: S102 - our own text, in a child that exists to run another's
+    try:
+        yield
+    finally:
+        candidate.ModelNew.forward = plain

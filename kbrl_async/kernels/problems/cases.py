@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from kbrl_async.errors import ProblemError
+from kbrl_async.kernels.problems.backward import answered_by
 from kbrl_async.kernels.problems.declared import Declared, declared
 from kbrl_async.kernels.problems.model_contract import load
 from kbrl_async.kernels.problems.workloads import INPUTS, Bound, Workload, bind, tails
@@ -84,14 +85,17 @@ def _forward_of(workload: Workload) -> tuple[Workload, ...]:
     return (msgspec.structs.replace(workload, name=workload.name + FORWARD, weight=0.0, backward="", role="timed"),)
 
 
-def each(source: str, run: Callable[[types.ModuleType], None]) -> None:
-    """In a confined child: `run` of a problem's module once for each workload, that of a proposal as far as it goes."""
+def each(source: str, candidate: types.ModuleType, run: Callable[[types.ModuleType], None]) -> None:
+    """In a confined child: `run` of a problem's module once for each workload, that of a proposal as far as it goes.
+    Where a workload asks for gradients, the candidate's forward returns them meanwhile.
+    """
     bounds = cases(Problem("", 0, "", source), random.Random(0))
     if not bounds:
         run(load("problem", source))
     for bound in bounds:
         is_proposal = bound.workload.is_tail or bound.workload.group > 0
-        with contextlib.suppress(*([Exception] if is_proposal else [])):
+        tolerated = contextlib.suppress(*([Exception] if is_proposal else []))
+        with tolerated, answered_by(candidate, bound.workload.backward):
             run(load("problem", bound.problem.source))
 
 

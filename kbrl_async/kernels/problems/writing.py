@@ -35,6 +35,10 @@ class Module(msgspec.Struct, frozen=True):
     """Names of shapes that the constructor takes."""
     members: tuple[str, ...] = ()
     """Statements of the constructor, the same in `Model` and `ModelNew`."""
+    declared: tuple[str, ...] = ()
+    """What the problem says of itself: lines such as `DTYPE = "bfloat16"`."""
+    free: tuple[str, ...] = ()
+    """Names of shapes that `get_inputs` takes as arguments."""
 
 
 def indent(lines: Sequence[str], depth: int) -> list[str]:
@@ -65,9 +69,10 @@ def render_problem(module: Module) -> str:
             "",
             "",
             *[shape.line() for shape in module.shapes],
+            *module.declared,
             "",
             "",
-            "def get_inputs():",
+            f"def get_inputs({', '.join(f'{name}={name}' for name in module.free)}):",
             f"    return [{', '.join(module.inputs)}]",
             "",
             "",

@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 from kbrl_async.kernels.problems import model_contract as contract
+from kbrl_async.kernels.timing.device import timed_device
 from kbrl_async.kernels.timing.statistics import Interval
 
 EAGER = "eager"
@@ -68,9 +69,7 @@ def over(candidate: Interval, baseline: Interval) -> Interval:
 
 def wrapper(source: str, library: str, *, single: bool = True, device: str = "cpu") -> str:
     """A problem's source with a `ModelNew` that runs the compiled library. `single`: it gives one tensor, no tuple."""
-    on_cpu = f"AOTIModelContainerRunnerCpu({library!r}, 1)"
-    on_gpu = f"AOTIModelContainerRunnerCuda({library!r}, 1, {device!r})"
-    return source + _WRAPPER.format(runner=on_cpu if device == "cpu" else on_gpu, single=single)
+    return source + _WRAPPER.format(runner=timed_device(device).library_runner(library), single=single)
 
 
 # ── the prior ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -123,7 +122,9 @@ class Order(msgspec.Struct, frozen=True):
     name: str
     library: str
     """Where the library goes; its folder may be written, and holds the compiler's scratch files."""
-    device: str = "cpu"
+    device: str
+    inductor: dict[str, Any]
+    """Of the device; the child that compiles could import nothing that says it."""
 
 
 class CompiledBaseline(msgspec.Struct, frozen=True):
@@ -167,9 +168,7 @@ def compile_library(order: Order) -> bool:
             return torch.func.functional_call(model, dict(zip(names, weights, strict=True)), inputs)
 
     package = f"{order.library}.pt2"
-    configs: dict[str, Any] = {"max_autotune": MODES[order.name]}
-    if order.device != "cpu":  # one file is all that a candidate's child gets to read
-        configs["aot_inductor.embed_kernel_binary"] = True
+    configs = {"max_autotune": MODES[order.name], **order.inductor}
     with torch.no_grad():
         single = isinstance(model(*inputs), torch.Tensor)
         exported = torch.export.export(Functional(), (weights, *inputs))

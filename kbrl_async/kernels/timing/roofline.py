@@ -16,25 +16,18 @@ Invariants
 
 from __future__ import annotations
 
-import os
 import socket
-import statistics
-import time
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
-FILE = "peaks.json"
 SLACK = 0.25
 """A time is impossible below 75 % of the floor: peaks are measured too, and clocks may rise."""
 SAVED = 4.0
 """Flops that an honest algorithm may save: Winograd's convolutions 2.25–4×, masks 2×."""
 RULE = "impossible_time"
-_L2_OVER_MEMORY = 4.0
-"""More than a GPU's L2 is faster than its memory. A copy within it takes less than a launch, so it is not measured."""
 
 
 class ReferenceWork(msgspec.Struct, frozen=True):
@@ -108,6 +101,14 @@ def evidence(work: ReferenceWork, peaks: Peaks, times_ms: Sequence[float]) -> st
         f"measured {times} ms, but moving {work.bytes / 1e6:.2f} MB and computing {work.flops / 1e9:.3f} GFLOP takes "
         f"at least {least:.4f} ms here"
     )
+
+
+def better(a: Peaks, b: Peaks | None) -> Peaks:
+    """The higher of each."""
+    if b is None:
+        return a
+    rates = ("memory_gbs", "cache_gbs", "cache_bytes", "fp32_gflops", "half_gflops", "made_at")
+    return Peaks(a.hardware, *(max(getattr(a, name), getattr(b, name)) for name in rates))
 
 
 # ── counting ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -189,130 +190,3 @@ def _count_fake(model: torch.nn.Module, inputs: list[Any]) -> ReferenceWork:
         outputs = tensors_in(model(*inputs))
     half = any(t.dtype in (torch.float16, torch.bfloat16) for t in given)
     return ReferenceWork(size(given), size(outputs), size(model.parameters()), int(counter.get_total_flops()), half)
-
-
-# ── peaks: thin probes, once per host ───────────────────────────────────────────────────────────────────────────────
-
-
-def peaks(folder: Path, hardware: str, probe: Callable[[str], Peaks], *, again: bool = False) -> Peaks:
-    """The peaks kept in `folder`, or those that `probe` measures now and leaves there.
-
-    `again`: measure once more and keep the better of both: before an accusation, as the host may have been busy.
-    """
-    path = folder / FILE
-    known = _known(path)
-    if hardware in known and not again:
-        return known[hardware]
-    found = better(probe(hardware), known.get(hardware))
-    known[hardware] = found
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=1))
-    part.replace(path)
-    return found
-
-
-def peaks_of(device: str, folder: Path, hardware: str, *, again: bool = False) -> Peaks | None:
-    """`peaks` of a device by its own probe; None where a GPU has no room for it.
-
-    To be measured while nobody else uses the device: a GPU that several processes computed on gave a hundredth of some.
-    """
-    if not device.startswith("cuda"):
-        return peaks(folder, hardware, cpu_peaks, again=again)
-    with torch.cuda.device(device):
-        try:
-            return peaks(folder, hardware, cuda_peaks, again=again)
-        except torch.OutOfMemoryError:
-            return None
-        finally:
-            torch.cuda.empty_cache()
-
-
-def better(a: Peaks, b: Peaks | None) -> Peaks:
-    """The higher of each."""
-    if b is None:
-        return a
-    rates = ("memory_gbs", "cache_gbs", "cache_bytes", "fp32_gflops", "half_gflops", "made_at")
-    return Peaks(a.hardware, *(max(getattr(a, name), getattr(b, name)) for name in rates))
-
-
-def _known(path: Path) -> dict[str, Peaks]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Peaks])
-    except (OSError, msgspec.MsgspecError):
-        return {}
-
-
-def cpu_peaks(hardware: str, *, cache_bytes: int | None = None, budget_s: float = 0.15) -> Peaks:
-    """Of the calling thread's core, by torch: copies beyond and within the last-level cache, a matrix product.
-
-    Leaves torch with one thread, as a bench has it.
-    """
-    torch.set_num_threads(1)
-    cache = llc_bytes() if cache_bytes is None else cache_bytes
-    big, small = max(4 * cache, 64 << 20), max(min(cache // 8, 4 << 20), 1 << 16)
-    return Peaks(
-        hardware,
-        _copy_gbs("cpu", big // 2, budget_s),
-        _copy_gbs("cpu", small // 2, budget_s / 3),
-        cache,
-        _gemm_gflops("cpu", torch.float32, 512, budget_s),
-        made_at=time.time(),
-    )
-
-
-def cuda_peaks(hardware: str, *, budget_s: float = 0.15) -> Peaks:
-    """Of the current GPU. TF32 stays as the user set it; half precision is that of the tensor cores."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    memory_gbs = _copy_gbs("cuda", 1 << 29, budget_s)
-    return Peaks(
-        hardware,
-        memory_gbs,
-        _L2_OVER_MEMORY * memory_gbs,
-        int(getattr(properties, "L2_cache_size", 0)),
-        _gemm_gflops("cuda", torch.float32, 8192, budget_s),
-        _gemm_gflops("cuda", torch.bfloat16, 8192, budget_s),
-        made_at=time.time(),
-    )
-
-
-def llc_bytes(default: int = 32 << 20, sysfs: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Size of the first core's last-level cache."""
-    sizes = []
-    for path in sysfs.glob("index*/size"):
-        text = path.read_text().strip()
-        sizes.append(int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20}[text[-1]] if text[-1:] in "KM" else int(text))
-    return max(sizes, default=default)
-
-
-def _copy_gbs(device: str, size: int, budget_s: float) -> float:
-    source = torch.ones(size // 4, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / _best_s(lambda: target.copy_(source), device, budget_s) / 1e9
-
-
-def _gemm_gflops(device: str, dtype: torch.dtype, side: int, budget_s: float) -> float:
-    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    return 2 * side**3 / _best_s(lambda: a @ b, device, budget_s) / 1e9
-
-
-def _best_s(work: Callable[[], object], device: str, budget_s: float) -> float:
-    """The best time of one call, as peaks are what can be reached; batches for a GPU, so that launching is hidden."""
-    batch = 10 if device == "cuda" else 1
-    sync: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else _nothing
-    for _ in range(2):
-        work()
-    sync()
-    times: list[float] = []
-    end = time.perf_counter() + budget_s
-    while not times or time.perf_counter() < end:
-        begin = time.perf_counter()
-        for _ in range(batch):
-            work()
-        sync()
-        times.append((time.perf_counter() - begin) / batch)
-    return statistics.quantiles(times, n=20)[0] if len(times) >= 20 else min(times)
-
-
-def _nothing() -> None:
-    pass

@@ -18,6 +18,7 @@ from kbrl_async.kernels.sandbox import Access, Limits, Zygote
 from kbrl_async.kernels.timing import Interval
 from kbrl_async.kernels.timing.baselines import CompiledBaseline, Order, over, wrapper
 from kbrl_async.kernels.timing.combining import Part, combined
+from kbrl_async.kernels.timing.device import timed_device
 from kbrl_async.kernels.verify.bench import Bench
 from kbrl_async.kernels.verify.device import device_of
 from protocols.records import Candidate, Fault, Problem, Timing
@@ -119,7 +120,7 @@ class Baselines:
         device = self._bench.device
         if self._zygote is None:
             self._zygote = Zygote(("torch", "kbrl_async.kernels.timing.baselines"), device_of(device).tools)
-        order = msgspec.msgpack.encode(Order(source, name, str(library), device))
+        order = msgspec.msgpack.encode(Order(source, name, str(library), device, dict(timed_device(device).inductor)))
         limits = Limits(cpu_s=int(self._deadline_s), memory_bytes=16 << 30, file_bytes=1 << 30, files=256, threads=64)
         child = self._zygote.spawn(_ENTRY, order, (), limits, Access(write=(str(folder),)))
         try:

@@ -9,7 +9,7 @@ import functools
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
@@ -26,16 +26,16 @@ from kbrl_async.kernels.verify import wire
 from kbrl_async.kernels.verify.checks import Checker, submitted
 from kbrl_async.kernels.verify.device import Device, device_of
 from kbrl_async.kernels.verify.doubts import settled
-from kbrl_async.kernels.verify.family import Family
+from kbrl_async.kernels.verify.family import Family, KnownTiming
 from kbrl_async.kernels.verify.floor import Floor
 from kbrl_async.kernels.verify.hoarding import WAITED, NoMemory, is_hoarder, is_out_of_memory
+from kbrl_async.kernels.verify.input_set import place
 from kbrl_async.kernels.verify.memory import Surplus
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, Watch, no_tick, options_for_interpreter
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.references import References
 from kbrl_async.kernels.verify.report import placed, verdict_of
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Submission
-from kbrl_async.kernels.verify.sets import place
 from kbrl_async.kernels.verify.several import Several
 from kbrl_async.kernels.verify.sharing import Shared
 from protocols.records import BenchReport, Candidate, Fault, Problem, Strictness, Timing, Verdict
@@ -52,6 +52,21 @@ def zygote_for(device: str, backend: str = "c") -> Zygote:
     `"cuda:N"`).
     """
     return device_of(device).zygote(modules_of(backend))
+
+
+class _Job(msgspec.Struct, frozen=True):
+    """One call of `Bench.evaluate`, or its part of one workload."""
+
+    problem: Problem
+    candidate: Candidate
+    artifacts: dict[str, Path]
+    timing: bool
+    strictness: Strictness | None
+    tick: Tick
+    watch: Watch | None
+    verified: BenchReport | None
+    group: str
+    clock: StageClock
 
 
 class Bench:
@@ -86,7 +101,7 @@ class Bench:
         self.quiet = quiet
         """Entered around each measurement, by a bench that shares its device: a quiet window."""
         self.probe = probe
-        """Measures the host's peaks, see `timing.roofline.peaks_of`: before the first timing where none are known, and
+        """Measures the host's peaks, see `timing.peaks.peaks_of`: before the first timing where none are known, and
         once more before a time is called impossible. Called in a quiet window: others' work would lower them, and
         fast kernels would seem impossible.
         """
@@ -104,11 +119,6 @@ class Bench:
     @property
     def device(self) -> str:
         return self.options.device
-
-    @property
-    def references_kept(self) -> int:
-        """Living reference children."""
-        return len(self.references)
 
     def evaluate(
         self,
@@ -130,34 +140,40 @@ class Bench:
         (`BenchOptions.check_s`); empty: each is timed, and sees all.
         """
         started = time.time()
-        clock = StageClock()
         if backend(candidate.backend).is_interpreted(self.options.device):
             timing = False
             backend(candidate.backend).refuse(candidate.source, problem.source)
         self._surplus.check()
         self._notice_restart()
         self._device.enter()
-        with pinned(self.options.cores), _without_gradients(), self._resting():
-            for left in reversed(range(_TRIES)):
-                try:
-                    family, verdict, timed = self._judged_by(
-                        problem, candidate, artifacts, timing, strictness, tick, clock, watch, verified, group
-                    )
-                    is_first = left == _TRIES - 1
-                    if verdict.fault is not Fault.OUT_OF_MEMORY or not is_first or not self._device.has_neighbours:
-                        break
-                except NoMemory:
-                    if not left:
-                        raise
-                with clock.part(WAITED):  # by now nobody holds the frames of what failed
-                    self.references.give_way(tick)
-                clock.forget(0)
+        job = _Job(problem, candidate, artifacts, timing, strictness, tick, watch, verified, group, StageClock())
+        with pinned(self.options.cores), _without_gradients(), ExitStack() as after:
+            after.callback(self.references.rest)  # what others wait for is theirs afterwards
+            family, verdict, timed = self._tried(job)
         timed = None if timed is None else msgspec.structs.replace(timed, ratios=())
         plan = self._plan if verdict.fault is Fault.OK and len(family.cases) == 1 else ""
         if verified is not None and plan and plan == verified.plan:
             verdict = verified.verdict
         verdict = placed(verdict, candidate.source)
-        return BenchReport(verdict, timed, started_at=started, finished_at=time.time(), stages=clock.reports, plan=plan)
+        return BenchReport(
+            verdict, timed, started_at=started, finished_at=time.time(), stages=job.clock.reports, plan=plan
+        )
+
+    def _tried(self, job: _Job) -> tuple[Family, Verdict, Timing | None]:
+        """More than once, where memory may be lacking because of others; the last time with the device for itself."""
+        for left in reversed(range(_TRIES)):
+            try:
+                family, verdict, timed = self._judged_by(job)
+                is_first = left == _TRIES - 1
+                if verdict.fault is not Fault.OUT_OF_MEMORY or not is_first or not self._device.has_neighbours:
+                    break
+            except NoMemory:
+                if not left:
+                    raise
+            with job.clock.part(WAITED):  # by now nobody holds the frames of what failed
+                self.references.give_way(job.tick, is_last=left == 1)
+            job.clock.forget(0)
+        return family, verdict, timed
 
     def _family(self, problem: Problem, tick: Tick) -> Family:
         """A reference holds no foreign code. One that crashes may stand for a damaged sandbox, so that is replaced."""
@@ -168,60 +184,60 @@ class Bench:
                 self._zygote.replace()
             raise
 
-    def _judged_by(
-        self,
-        problem: Problem,
-        candidate: Candidate,
-        artifacts: dict[str, Path],
-        timing: bool,
-        strictness: Strictness | None,
-        tick: Tick,
-        clock: StageClock,
-        watch: Watch | None,
-        verified: BenchReport | None,
-        group: str,
-    ) -> tuple[Family, Verdict, Timing | None]:
+    def _judged_by(self, job: _Job) -> tuple[Family, Verdict, Timing | None]:
         """:raises NoMemory: nothing is wrong with the candidate, nor with its reference."""
-        with clock.hears(_OF_A_REFERENCE):
-            family = self._family(problem, tick)
-        clock.ends("reference")
-        equal = family.timings.get((group, candidate.source)) if timing and group else None
-        timing = timing and equal is None
+        with job.clock.hears(_OF_A_REFERENCE):
+            family = self._family(job.problem, job.tick)
+        job.clock.ends("reference")
+        key = job.group, job.candidate.source
+        known = family.timings.get(key) if job.timing and job.group else None
+        equal, done = (known.timing, known.steps) if known is not None else (None, "")
+        self._plan = ""
         try:
-            options = self._options_for(candidate, strictness)
-            self._plan = ""
-            if verified is not None and len(family.cases) == 1:
-                options = msgspec.structs.replace(options, known=verified.plan)
-            is_spared = timing or (equal is not None and _is_clearly_slower(equal, options))
-            if not (is_spared and group and len(family.cases) == 1):
-                options = msgspec.structs.replace(options, check_s=0.0)
-            verdict, timed = self._on_all(family, candidate, artifacts, options, timing, tick, clock, watch)
+            verdict, timed = self._on_all(
+                family, msgspec.structs.replace(job, timing=job.timing and equal is None), equal
+            )
+            if equal is not None and verdict.fault is Fault.OK and self._steps(family, verdict) != done:
+                # One source, which does now this and now that: the time of the one is none of the other.
+                job.clock.forget(1)
+                equal = None
+                verdict, timed = self._on_all(family, job, None)
         except (CandidateFault, PermissionError, OSError) as error:
             # What is the candidate's has become its verdict: what arrives here is the reference's.
             self.references.drop(family.cases[0].reference)
-            raise InfraError(f"the reference of {problem.problem_id} failed while it was used: {error}") from error
+            failed = f"the reference of {job.problem.problem_id} failed while it was used: {error}"
+            if is_out_of_memory(error) and self._device.has_neighbours:
+                raise NoMemory(
+                    failed, "End the others on this GPU, or give each a timing_bench.memory_share"
+                ) from error
+            raise InfraError(failed) from error
         except InfraError:
             self.references.drop(family.cases[0].reference)
             raise
         if equal is not None and verdict.fault is Fault.OK:
-            clock.ends("timing", Fault.OK, "of an equal kernel of its group")
+            job.clock.ends("timing", Fault.OK, "of an equal kernel of its group")
             return family, verdict, equal
-        if group and timed is not None and not timed.is_disturbed:
-            family.timings[group, candidate.source] = msgspec.structs.replace(timed, ratios=(), spent_s=0.0)
+        if job.group and timed is not None and not timed.is_disturbed:
+            kept = msgspec.structs.replace(timed, ratios=(), spent_s=0.0)
+            family.timings[key] = KnownTiming(self._steps(family, verdict), kept)
         return family, verdict, timed
 
-    @contextlib.contextmanager
-    def _resting(self) -> Iterator[None]:
-        """What others wait for is theirs afterwards."""
-        try:
-            yield
-        finally:
-            self.references.rest()
+    def _steps(self, family: Family, verdict: Verdict) -> str:
+        """What a kernel that was just judged was seen doing, as far as a digest says it: nothing of one that was only
+        watched.
+        """
+        return f"{verdict.trust} {self._plan if len(family.cases) == 1 else ''}"
 
-    def _options_for(self, candidate: Candidate, strictness: Strictness | None) -> BenchOptions:
-        is_interpreted = backend(candidate.backend).is_interpreted(self.options.device)
+    def _options_for(self, job: _Job, equal: Timing | None, is_one: bool) -> BenchOptions:
+        """`is_one`: of a problem with one workload."""
+        is_interpreted = backend(job.candidate.backend).is_interpreted(self.options.device)
         options = options_for_interpreter(self.options) if is_interpreted else self.options
-        return options if strictness is None else msgspec.structs.replace(options, strictness=strictness)
+        if job.strictness is not None:
+            options = msgspec.structs.replace(options, strictness=job.strictness)
+        if job.verified is not None and is_one:
+            options = msgspec.structs.replace(options, known=job.verified.plan)
+        is_spared = job.timing or (equal is not None and _is_clearly_slower(equal, options))
+        return options if is_spared and job.group and is_one else msgspec.structs.replace(options, check_s=0.0)
 
     def _notice_restart(self) -> None:
         """References die with their zygote; they are made anew."""
@@ -230,52 +246,35 @@ class Bench:
             self._generation = self._zygote.generation
             self.references.close()
 
-    def _on_all(
-        self,
-        family: Family,
-        candidate: Candidate,
-        artifacts: dict[str, Path],
-        options: BenchOptions,
-        timing: bool,
-        tick: Tick,
-        clock: StageClock,
-        watch: Watch | None,
-    ) -> tuple[Verdict, Timing | None]:
+    def _on_all(self, family: Family, job: _Job, equal: Timing | None) -> tuple[Verdict, Timing | None]:
         """On every workload of the problem."""
+        options = self._options_for(job, equal, len(family.cases) == 1)
 
         def settle(
             reference: Reference, options: BenchOptions, shared: Shared | None, timing: bool
         ) -> tuple[Verdict, Timing | None]:
-            own = StageClock()
-            found = self._settled(reference, candidate, artifacts, options, shared, timing, tick, own, watch)
-            clock.add(own)
+            own = msgspec.structs.replace(job, timing=timing, clock=StageClock())
+            found = self._settled(reference, own, options, shared)
+            job.clock.add(own.clock)
             return found
 
         if len(family.cases) == 1:
-            return settle(family.cases[0].reference, options, None, timing)
-        return Several(family.cases, settle, options, self._rng, self._device.shares).run(timing)
+            return settle(family.cases[0].reference, options, None, job.timing)
+        return Several(family.cases, settle, options, self._rng, self._device.shares).run(job.timing)
 
     def _settled(
-        self,
-        reference: Reference,
-        candidate: Candidate,
-        artifacts: dict[str, Path],
-        options: BenchOptions,
-        shared: Shared | None,
-        timing: bool,
-        tick: Tick,
-        clock: StageClock,
-        watch: Watch | None,
+        self, reference: Reference, job: _Job, options: BenchOptions, shared: Shared | None
     ) -> tuple[Verdict, Timing | None]:
-        known = len(clock.reports)
+        known = len(job.clock.reports)
 
         def judged(is_alone: bool) -> tuple[Checker, Verdict, Timing | None]:
-            clock.forget(known)
+            job.clock.forget(known)
             checker = self._checker(reference, options, shared)
-            return checker, *self._judge(checker, candidate, artifacts, timing, tick, clock, watch, is_alone)
+            return checker, *self._judge(checker, job, is_alone)
 
         def is_repeated(is_right: bool, is_alone: bool) -> bool:
-            return self._device.is_repeated(reference, submitted(candidate, artifacts), options, is_right, is_alone)
+            code = submitted(job.candidate, job.artifacts)
+            return self._device.is_repeated(reference, code, options, is_right, is_alone)
 
         return settled(judged, is_repeated, self._device, options.alone_share, self._rng.random)
 
@@ -288,56 +287,9 @@ class Bench:
         taken = shared.opens(reference, opens)
         return Checker(self._zygote, reference, options, self._rng, taken, shared.release)
 
-    def _judge(
-        self,
-        checker: Checker,
-        candidate: Candidate,
-        artifacts: dict[str, Path],
-        timing: bool,
-        tick: Tick,
-        clock: StageClock,
-        watch: Watch | None,
-        is_alone: bool = False,
-    ) -> tuple[Verdict, Timing | None]:
-        options = checker.options
-
-        def after_a_set() -> None:
-            if not clock.has("small_inputs"):
-                clock.ends("small_inputs", Fault.INCORRECT if checker.failed else Fault.OK, "one secret input set")
-            tick()
-
+    def _judge(self, checker: Checker, job: _Job, is_alone: bool) -> tuple[Verdict, Timing | None]:
         try:
-            with clock.part("its process"):
-                checker.start(candidate, artifacts, is_alone)
-            tick()
-            checker.run(after_a_set)
-            verdict = verdict_of(checker)
-            stage = "full_inputs" if clock.has("small_inputs") else "small_inputs"
-            more = f", {checker.spared} more are for faster kernels" if checker.spared else ""
-            clock.ends(stage, verdict.fault, f"{verdict.passed} of {verdict.total} secret input sets{more}")
-            timed = None
-            if verdict.fault is Fault.OK and checker.session is not None:
-                self._plan = checker.session.plan
-            if verdict.fault is Fault.OK and options.is_proven and not checker.is_known:
-                with clock.part("proof"):
-                    self._device.prove(checker, candidate, self.options, self._rng, tick)
-                verdict = verdict_of(checker)
-            if verdict.fault is Fault.OK and timing:
-                verdict, timed = self._timed(checker, candidate, artifacts, verdict, tick, clock)
-                clock.ends("timing", verdict.fault)
-            if checker.spared and not (timed is None or _is_clearly_slower(timed, options)):
-                checker.finish(after_a_set)
-                verdict = verdict_of(checker)
-                clock.ends("full_inputs", verdict.fault, f"{verdict.passed} of {verdict.total} secret input sets")
-            if verdict.fault is Fault.OK and watch is not None and checker.session is not None:
-                place(checker.session, 0, checker.reference.sets[0])  # a measurement leaves zeros in new memory
-                call = functools.partial(checker.session.call, wire.OP_RUN, 0, checker.one_call_s)
-                call()
-                watch(checker.session.host_pid, call)
-            if verdict.fault is Fault.OK and not checker.is_known:
-                checker.prove()
-                verdict = verdict_of(checker)
-            return verdict, timed if verdict.fault is Fault.OK else None
+            return self._through_stages(checker, job, is_alone)
         except CandidateFault as fault:
             if not self._is_hoarder(fault, checker):
                 checker.accuse(fault)
@@ -346,7 +298,7 @@ class Bench:
             if not is_out_of_memory(error):
                 raise
             if not self._is_hoarder(error, checker):
-                raise NoMemory(f"no memory on {options.device} ({error})"[:300], "Give the bench more of it") from error
+                raise NoMemory(f"no memory on {self.device} ({error})"[:300], "Give the bench more of it") from error
             return verdict_of(checker), None
         finally:
             pid = checker.session.host_pid if checker.session is not None else 0
@@ -355,6 +307,54 @@ class Bench:
                 self._device.ended(checker.fault, pid, self._zygote)
             # Its traceback holds frames that hold the checker, and so all of the reference's memory.
             checker.fault = None
+
+    def _through_stages(self, checker: Checker, job: _Job, is_alone: bool) -> tuple[Verdict, Timing | None]:
+        """Input sets, proof, timing, what watches, and what leaves the candidate unusable last."""
+        verdict, timed, clock = self._on_sets(checker, job, is_alone), None, job.clock
+        if verdict.fault is Fault.OK and checker.session is not None:
+            self._plan = checker.session.plan
+        if verdict.fault is Fault.OK and checker.options.is_proven:
+            with clock.part("proof"):
+                self._device.prove(checker, job.candidate, self.options, self._rng, job.tick)
+            verdict = verdict_of(checker)
+        if verdict.fault is Fault.OK and job.timing:
+            verdict, timed = self._timed(checker, job, verdict)
+            clock.ends("timing", verdict.fault)
+        if checker.spared and not (timed is None or _is_clearly_slower(timed, checker.options)):
+            checker.finish(self._after_a_set(checker, job))
+            verdict = verdict_of(checker)
+            clock.ends("full_inputs", verdict.fault, f"{verdict.passed} of {verdict.total} secret input sets")
+        if verdict.fault is Fault.OK and job.watch is not None and checker.session is not None:
+            place(checker.session, 0, checker.reference.sets[0])  # a measurement leaves zeros in new memory
+            call = functools.partial(checker.session.call, wire.OP_RUN, 0, checker.one_call_s)
+            call()
+            job.watch(checker.session.host_pid, call)
+        if verdict.fault is Fault.OK:  # also where its steps are known: what they are done to may differ
+            self._device.prove_last(checker)
+            verdict = verdict_of(checker)
+        return verdict, timed if verdict.fault is Fault.OK else None
+
+    def _on_sets(self, checker: Checker, job: _Job, is_alone: bool) -> Verdict:
+        clock = job.clock
+        with clock.part("its process"):
+            checker.start(job.candidate, job.artifacts, is_alone)
+        job.tick()
+        checker.run(self._after_a_set(checker, job))
+        verdict = verdict_of(checker)
+        stage = "full_inputs" if clock.has("small_inputs") else "small_inputs"
+        more = f", {checker.spared} more are for faster kernels" if checker.spared else ""
+        clock.ends(stage, verdict.fault, f"{verdict.passed} of {verdict.total} secret input sets{more}")
+        return verdict
+
+    @staticmethod
+    def _after_a_set(checker: Checker, job: _Job) -> Tick:
+        def after() -> None:
+            if not job.clock.has("small_inputs"):
+                fault = Fault.INCORRECT if checker.failed else Fault.OK
+                job.clock.ends("small_inputs", fault, "one secret input set")
+            job.tick()
+
+        return after
 
     def _is_hoarder(self, error: Exception, checker: Checker) -> bool:
         """Whether the candidate holds the memory that we or the reference lack; then that is its fault. It is ended,
@@ -377,25 +377,17 @@ class Bench:
         checker.fault = fault
         return True
 
-    def _timed(
-        self,
-        checker: Checker,
-        candidate: Candidate,
-        artifacts: dict[str, Path],
-        verdict: Verdict,
-        tick: Tick,
-        clock: StageClock,
-    ) -> tuple[Verdict, Timing | None]:
+    def _timed(self, checker: Checker, job: _Job, verdict: Verdict) -> tuple[Verdict, Timing | None]:
         peaks = self.peaks or self.measure_peaks()
-        timed = self.measure(checker, tick, clock)
+        timed = self.measure(checker, job.tick, job.clock)
         if checker.fault is not None:
             return verdict_of(checker), None
         assert timed is not None
         floor = Floor(checker.reference, peaks, None if self.probe is None else self.measure_peaks)
         if timed.speedup <= self.options.recipe.suspicious and not floor.is_beaten_by(timed):
             return verdict, floor.noted(timed)
-        checker.restart(candidate, artifacts)
-        again = None if checker.fault else self.measure(checker, tick, clock)
+        checker.restart(job.candidate, job.artifacts)
+        again = None if checker.fault else self.measure(checker, job.tick, job.clock)
         if again is None:
             return verdict_of(checker), None
         if proof := floor.evidence(timed, again):

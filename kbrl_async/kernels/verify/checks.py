@@ -4,7 +4,6 @@
 
     start ─▶ for each set, in secret order: write inputs ─▶ call ─▶ freeze ─▶ read and compare outputs,
              compare inputs with the originals, compare the previous output with what it was
-          ─▶ (timing) ─▶ prove: one more call with the candidate's own kernels switched off
 
 One of the calls is recorded (own launches, operators), and after one of them the inputs are overwritten to see whether
 an output shares their memory; which ones is secret.
@@ -12,8 +11,6 @@ an output shares their memory; which ones is secret.
 
 from __future__ import annotations
 
-import contextlib
-import math
 import random
 import time
 from collections.abc import Callable
@@ -29,13 +26,13 @@ from kbrl_async.kernels.problems.beside import modules_of
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import compare, proof, similarity, wire
-from kbrl_async.kernels.verify.cpu.replay import CpuReplaySession, NoReplay
+from kbrl_async.kernels.verify.cpu.replay import NoReplay
+from kbrl_async.kernels.verify.input_set import InputSet, follows_inputs, place
 from kbrl_async.kernels.verify.inputs import in_secret_order
-from kbrl_async.kernels.verify.layouts import is_answer
 from kbrl_async.kernels.verify.options import BenchOptions
+from kbrl_async.kernels.verify.outputs import of_call
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Judged, Session, Submission
-from kbrl_async.kernels.verify.sets import InputSet, follows_inputs, place, tensors_of
 from protocols.records import OBSERVED, REPLAYED, SPARED_SETS, Candidate, Fault
 
 _KNOWN_SETS = 2
@@ -83,7 +80,9 @@ class Checker:
         """The same inputs were answered rightly once and wrongly another time."""
         self.evidence = ""
         self.trust, self.trust_reason, self.is_shared = OBSERVED, "", False
-        self._order: list[InputSet] = []
+        self.order: list[InputSet] = []
+        """All sets but the first, as they come."""
+        self.artifacts: list[Path] = []
         self._recorded = 0
         self._left: list[tuple[int, InputSet]] = []
         """Sets that it has not seen."""
@@ -95,7 +94,8 @@ class Checker:
         self._first_answer: list[torch.Tensor] = []
         self._earlier: list[tuple[wire.TensorMeta, torch.Tensor]] = []
         self._backend: Backend = LIBRARY
-        self._is_recorded = False
+        self.is_recorded = False
+        """One of its calls was, so that own launches and operators are known."""
         self._trace: wire.Trace | None = None
         self.isolation: tuple[str, tuple[str, ...]] = ("none", ("the candidate was not started",))
 
@@ -122,8 +122,8 @@ class Checker:
         has_work = any(tensor.numel() for tensor in self.reference.wanted)
         is_asked = self.reference.records and not plan.is_plan(candidate.source) and self.options.is_proven and has_work
         self._backend = backend(candidate.backend)
-        self._is_recorded = is_asked and self._backend.is_recorded
-        self._artifacts = list(artifacts.values())
+        self.is_recorded = is_asked and self._backend.is_recorded
+        self.artifacts = list(artifacts.values())
         self._began = time.monotonic()
         self._deadline = self._began + self.options.deadline_s
         try:
@@ -208,20 +208,20 @@ class Checker:
             return
         sets = self.reference.sets
         self._left = [(place, sets[place]) for place in in_secret_order([one.name for one in sets], self._rng)]
-        self._order = [input_set for _, input_set in self._left if not self._is_first(input_set)]
+        self.order = [input_set for _, input_set in self._left if not self._is_first(input_set)]
         is_asked = self.options.check_s > 0 and not self.reference.declared.deterministic
         self._may_be_spared = is_asked and self.is_replayed
         count = len(self.session.slots)
         # A further one costs its graph.
-        self._slots = self._rng.sample(range(count), min(count, self.options.slots))
+        self._slots = checked_slots(count, self.options.slots, self._rng)
         seen = SPARED_SETS if self._may_be_spared else len(sets)
         self._recorded, self._overwritten = self._rng.randrange(1, seen), {self._rng.randrange(len(sets))}
         if self._may_be_spared:  # beside any other one: nobody knows that it is over after the first ones
             self._overwritten.add(self._rng.randrange(seen))
         self._run_left(tick)
         if self._trace is not None:
-            self._refuse(proof.of_recorded(self._trace, is_closed=self._backend.is_closed))
-            self._refuse(proof.of_forbidden(self._trace, self.reference.declared.forbidden))
+            self.refuse(proof.of_recorded(self._trace, is_closed=self._backend.is_closed))
+            self.refuse(proof.of_forbidden(self._trace, self.reference.declared.forbidden))
 
     def finish(self, tick: Callable[[], None]) -> None:
         """The sets that it was spared."""
@@ -246,7 +246,7 @@ class Checker:
                     self.total = number
                     break
                 which, input_set = self._left.pop(0)
-                op = wire.OP_TRACE if number == self._recorded and self._is_recorded else wire.OP_RUN
+                op = wire.OP_TRACE if number == self._recorded and self.is_recorded else wire.OP_RUN
                 slot = self._slots[number % len(self._slots)]
                 self._wait(input_set.known.load)
                 self._answers[which] = self._check(slot, input_set, op, number in self._overwritten)
@@ -276,101 +276,6 @@ class Checker:
         begun = time.monotonic()
         tick()
         self._deadline += time.monotonic() - begun
-
-    def prove(self) -> None:
-        """The last calls of a right candidate: without its own kernels its outputs must be wrong.
-
-        First its launcher skips them, and its process says whether an operator had the answer; then the kernels are
-        switched off from outside, in a call that looks like every other one.
-        """
-        # Not the last calls' inputs: what a candidate keeps from those in a scratch buffer is no answer to these.
-        sets = [s for s in self._order[: len(self._order) // 2] if not s.degenerate]
-        if not self._is_recorded or self.fault is not None or self.session is None:
-            return
-        if self.reference.declared.backward and not self.is_replayed:
-            self._refuse(proof.unseen_backward(self.trust_reason))
-        if not sets:
-            self.evidence += f"; {DEGENERATE_NOTE}"
-            return
-        if self.is_replayed:
-            self._refuse(self._not_needed(sets[0]))
-            self._refuse(self._not_needed_backward(sets[0]))
-            return
-        trace, is_right = self._without_kernels(wire.OP_MUTED, sets[0])
-        if self.fault is None and not is_right and self.session.disarm(self._artifacts):
-            is_right = self._without_kernels(wire.OP_RUN, sets[-1])[1]
-        self._refuse(proof.of_muted(trace, is_right))
-
-    def _not_needed(self, input_set: InputSet) -> proof.Finding | None:
-        """Of a replay: without its own kernels, is it right, or does an operator's result hold the answer? Asked of a
-        process in which they never were."""
-        assert isinstance(self.session, CpuReplaySession)
-        input_set.known.load()  # where the reference fails, nothing is shown of the candidate
-        with contextlib.closing(self.session.muted()) as session:
-            self.reference.attach(session)
-            try:
-                return self._found_without(session, input_set)
-            except CandidateFault as fault:
-                if fault.rule == FORGED:
-                    self.accuse(fault)
-        return None
-
-    def _not_needed_backward(self, input_set: InputSet) -> proof.Finding | None:
-        """Where gradients are asked for: are they right without the own kernels that upstream gradients reach?"""
-        if not self.reference.declared.backward:
-            return None
-        assert isinstance(self.session, CpuReplaySession)
-        upstream = tensors_of(self.reference.tree, len(self.reference.tree[1]) - 1)
-        input_set.known.load()
-        try:
-            session = self.session.without_backward(upstream)
-            if session is None:
-                return proof.of_backward(False)
-            with contextlib.closing(session):
-                self.reference.attach(session)
-                place(session, 0, input_set)
-                outcome = session.call(wire.OP_RUN, 0, 2 * self.one_call_s)
-                return proof.of_backward(True) if self.is_right(session, outcome, input_set) else None
-        except CandidateFault as fault:
-            if fault.rule == FORGED:  # by code of its own, which runs there, too
-                self.fault = fault
-        return None
-
-    def _found_without(self, session: Session, input_set: InputSet) -> proof.Finding | None:
-        session.call(wire.OP_POISON_ON, 0, self.one_call_s)
-        place(session, 0, input_set)
-        outcome = session.call(wire.OP_MUTED, 0, 2 * self.one_call_s)
-        outputs, kept = self._parts(outcome)
-        if self.is_right(session, outputs, input_set):
-            return proof.of_muted(outcome.trace, True)
-        sizes = {tensor.numel() for tensor in input_set.expected}
-        for name, meta in kept.items():
-            if math.prod(meta.shape) in sizes:
-                item = session.read(meta)
-                if any(is_answer(item, wanted) for wanted in input_set.expected):
-                    return proof.passed_on(name.partition(" ")[2])
-        return None
-
-    def _parts(self, outcome: ForwardOutcome) -> tuple[ForwardOutcome, dict[str, wire.TensorMeta]]:
-        try:
-            return outcome.parts()
-        except ValueError as error:
-            raise CandidateFault(Fault.CHEATING, f"{error}", FORGED) from error
-
-    def _without_kernels(self, op: int, input_set: InputSet) -> tuple[wire.Trace | None, bool]:
-        """What its process tells, and whether the outputs are right all the same."""
-        assert self.session is not None
-        input_set.known.load()
-        try:
-            self.session.call(wire.OP_POISON_ON, 0, self.one_call_s)
-            place(self.session, 0, input_set)
-            outcome = self.session.call(op, 0, 2 * self.one_call_s)
-            found = self.compare(self.outputs(outcome), input_set.expected, input_set.tolerances)
-        except CandidateFault as fault:
-            if fault.rule == FORGED:  # no honest process sends that, whatever is missing in it
-                self.accuse(fault)
-            return None, False  # without its kernels it fails or hangs: it needs them, which is all that is asked here
-        return outcome.trace, found.wrong == 0
 
     def call_deadline(self) -> float:
         """For one call; the whole candidate's deadline cuts it short, unless the reference itself is slow."""
@@ -425,21 +330,10 @@ class Checker:
         )
 
     def outputs(self, outcome: ForwardOutcome, session: Judged | None = None) -> list[torch.Tensor]:
-        """The outputs as tensors of ours, after their structure, types and shapes were found right."""
+        """See `outputs.of_call`."""
         session = session or self.session
         assert session is not None
-        reference = self.reference
-        expected = reference.wanted
-        if len(outcome.tensors) != len(expected):
-            text = f"forward returned {len(outcome.tensors)} tensors, the reference returns {len(expected)}"
-            raise CandidateFault(Fault.INCORRECT, text, "structure")
-        if outcome.tree != reference.out_tree and not same_structure(outcome.tree, reference.out_tree):
-            raise CandidateFault(Fault.INCORRECT, "forward returns another structure than the reference", "structure")
-        known = zip(outcome.tensors, expected, reference.kinds, reference.strides, strict=True)
-        for meta, wanted, kind, strides in known:
-            check_meta(meta, wanted, kind)
-            check_layout(meta, strides)
-        return [session.read(meta) for meta in outcome.tensors]
+        return of_call(outcome, session, self.reference)
 
     def compare(
         self, got: list[torch.Tensor], expected: list[torch.Tensor], tolerances: list[compare.Tolerance]
@@ -505,48 +399,21 @@ class Checker:
     def _is_first(self, input_set: InputSet) -> bool:
         return input_set.known is self.reference.sets[0].known
 
-    def _refuse(self, finding: proof.Finding | None) -> None:
+    def refuse(self, finding: proof.Finding | None) -> None:
         """Only a candidate that is right so far: a wrong one has its verdict."""
         if finding is not None and not self.failed and self.fault is None:
             self.evidence = finding.evidence
             self.fault = CandidateFault(finding.fault, finding.text, finding.rule)
 
 
+def checked_slots(count: int, most: int, rng: random.Random) -> list[int]:
+    """Places for inputs that sets are checked in, in secret order: the first, which may be all that is timed, and a
+    secret few of the others.
+    """
+    chosen = [0, *rng.sample(range(1, count), min(count, most) - 1)]
+    rng.shuffle(chosen)
+    return chosen
+
+
 DEGENERATE_NOTE = "degenerate problem: zeros, a constant or an unchanged input would be right on its inputs"
 EXACT_NOTE = "equal to the last bit"
-
-
-def same_structure(got: wire.Tree, expected: wire.Tree) -> bool:
-    """Plain values are compared as values; a list may stand for a tuple."""
-    if got[0] == "V" and expected[0] == "V":
-        return _same_plain(got[1], expected[1])
-    if {got[0], expected[0]} <= {"L", "U"}:
-        return len(got[1]) == len(expected[1]) and all(map(same_structure, got[1], expected[1]))
-    if got[0] == expected[0] == "D":
-        return got[1].keys() == expected[1].keys() and all(same_structure(got[1][k], expected[1][k]) for k in got[1])
-    return bool(got == expected)
-
-
-def _same_plain(got: object, expected: object) -> bool:
-    if isinstance(got, (int, float)) and isinstance(expected, (int, float)):
-        return got == expected or abs(float(got) - float(expected)) <= 1e-4 * (1 + abs(float(expected)))
-    return got == expected
-
-
-def check_meta(meta: wire.TensorMeta, wanted: torch.Tensor, kind: str) -> None:
-    if meta.kind not in ("Tensor", kind):
-        raise CandidateFault(
-            Fault.CHEATING, f"the output is a {meta.kind}, not a plain torch.Tensor", "tensor_subclass"
-        )
-    if tuple(meta.shape) != tuple(wanted.shape):
-        text = f"the output has shape {tuple(meta.shape)}, the reference {tuple(wanted.shape)}"
-        raise CandidateFault(Fault.INCORRECT, text, "shape")
-    dtype = str(wanted.dtype).removeprefix("torch.")
-    if meta.dtype != dtype:
-        raise CandidateFault(Fault.INCORRECT, f"the output is {meta.dtype}, the reference {dtype}", "dtype")
-
-
-def check_layout(meta: wire.TensorMeta, wanted: tuple[int, ...]) -> None:
-    """Elements that share memory were never computed one by one, unless the reference does the same."""
-    if any(size > 1 and stride == 0 for size, stride in zip(meta.shape, meta.strides, strict=True)) and 0 not in wanted:
-        raise CandidateFault(Fault.INCORRECT, f"the output is an expanded view (strides {meta.strides})", "layout")

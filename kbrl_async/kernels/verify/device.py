@@ -143,8 +143,10 @@ class Device:
         """Whether other verifiers use its memory: what a candidate does not find may be theirs."""
         return False
 
-    def give_way(self, tick: Tick) -> None:
-        """Memory has run out: what was started ahead goes, and others are waited for."""
+    def give_way(self, tick: Tick, is_last: bool = False) -> None:
+        """Memory has run out: what was started ahead goes, and others are waited for; before the last try until they
+        leave everything. What a forward needs inside is in nobody's plan.
+        """
 
     def free(self) -> int | None:
         """Bytes of its own memory that nobody has; None where it has none of its own."""
@@ -159,7 +161,10 @@ class Device:
     def prove(
         self, checker: Checker, candidate: Candidate, options: BenchOptions, rng: random.Random, tick: Tick
     ) -> None:
-        """Whether the candidate's own kernels make its outputs; sets the checker's fault."""
+        """Before it is timed: whether the candidate's own kernels make its outputs; sets the checker's fault."""
+
+    def prove_last(self, checker: Checker) -> None:
+        """The same, where that asks for calls after which it is no use any more."""
 
     def ended(self, fault: CandidateFault, pid: int, zygote: Zygote) -> None:
         """After a candidate with a fault: is everything still as it should be?

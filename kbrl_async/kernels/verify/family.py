@@ -17,13 +17,20 @@ class WorkloadCase(msgspec.Struct, frozen=True):
     reference: Reference
 
 
+class KnownTiming(msgspec.Struct, frozen=True):
+    """Of a source whose kernel was seen doing these steps."""
+
+    steps: str
+    timing: Timing
+
+
 class Family:
     """The references of one problem, one for each workload; those of one module share a child and its weights."""
 
     def __init__(self, source: str, cases: list[WorkloadCase]) -> None:
         self.source, self.cases = source, cases
         self.uses = 0
-        self.timings: dict[tuple[str, str], Timing] = {}
+        self.timings: dict[tuple[str, str], KnownTiming] = {}
         """By group and source, since its references have these secrets."""
 
     @property

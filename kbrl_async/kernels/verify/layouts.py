@@ -6,13 +6,14 @@ Its functions are bound at import: it is asked inside of children, too, after th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 _SAME = 1e-4
 """Relative to the scale of the answer: a copy through an own kernel that adds a little noise is still a copy."""
 _MOST_DIMENSIONS = 5
+_MOST_BEGINS = 64
 _equal, _aminmax = torch.equal, torch.aminmax
 
 
@@ -20,14 +21,18 @@ def is_answer(item: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Whether `item` holds all that `wanted` does, so that whoever has it need only copy.
 
     A single number of floating point counts, as a loss is one; a single integer may be the same by chance, and so may
-    equal values, as all places of a largest element. A cast is no work: what rounds to a narrower answer holds it.
+    equal values, as all places of a largest element. A cast is no work: what rounds to a narrower answer holds it, and
+    integers of another width do.
     """
     if item.numel() != wanted.numel() or item.numel() == 0 or wanted.is_complex() or item.is_complex():
         return False
     if item.numel() == 1 and not (item.is_floating_point() and wanted.is_floating_point()):
         return False
     if not wanted.is_floating_point():
-        return item.dtype == wanted.dtype and any(_equal(one, wanted.flatten()) for one in _orders(item))
+        flat = wanted.flatten()
+        is_alike = not item.is_floating_point() and (item.dtype == torch.bool) == (wanted.dtype == torch.bool)
+        is_chance = not is_alike or _equal(flat, flat[:1].expand_as(flat))
+        return not is_chance and any(_equal(one.to(wanted.dtype), flat) for one in _orders(item))
     item = item.to(wanted.dtype) if item.is_floating_point() else item
     low, high = (float(end) for end in _aminmax(wanted))
     if low == high and wanted.numel() > 1:
@@ -39,6 +44,36 @@ def is_answer(item: torch.Tensor, wanted: torch.Tensor) -> bool:
         return False
     flat = wanted.flatten().double()
     return any(bool(((one.double() - flat).abs() <= near + _SAME * flat.abs()).all()) for one in _orders(item))
+
+
+def runs_of(sizes: Sequence[int], total: int) -> list[slice]:
+    """Where several that follow each other come to so much together.
+
+    >>> runs_of([1, 2, 3, 3, 6], 6)
+    [slice(0, 3, None), slice(2, 4, None)]
+    """
+    found = []
+    for begin in range(min(len(sizes), _MOST_BEGINS)):
+        end, left = begin, total
+        while end < len(sizes) and left > 0:
+            left -= sizes[end]
+            end += 1
+        if left == 0 and end - begin > 1:
+            found.append(slice(begin, end))
+    return found
+
+
+def are_answer(parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> bool:
+    """Whether these are the answer in parts: joined along one of their dimensions, as `is_answer` says."""
+    return any(is_answer(one, wanted) for one in _joined(parts))
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Along each dimension that allows it."""
+    for along in range(parts[0].dim()):
+        rests = {(one.dtype, one.shape[:along], one.shape[along + 1 :], one.dim()) for one in parts}
+        if len(rests) == 1:
+            yield torch.cat(list(parts), along)
 
 
 def _orders(item: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -29,16 +29,26 @@ def read_memory(pid: int, address: int, target: int, size: int) -> bool:
     """Copy `size` bytes at `address` of process `pid` to our address `target`; False where not all of it can
     be read.
     """
-    if not 0 < address < 1 << 63:
-        return False
-    local, remote = _IoVec(target, size), _IoVec(address, size)
-    return bool(_libc.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0) == size)
+    return _copied(_libc.process_vm_readv, pid, address, target, size)
 
 
 def write_memory(pid: int, address: int, source: int, size: int) -> bool:
     """Copy `size` bytes at our address `source` to `address` of process `pid`; False where not all of it went there."""
-    local, remote = _IoVec(source, size), _IoVec(address, size)
-    return bool(_libc.process_vm_writev(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0) == size)
+    return _copied(_libc.process_vm_writev, pid, address, source, size)
+
+
+def _copied(copy: Callable[..., int], pid: int, remote: int, local: int, size: int) -> bool:
+    """Piece by piece: Linux moves less than 2 GiB in one call, and says how much that was."""
+    if not 0 < remote < 1 << 63:
+        return False
+    done = 0
+    while done < size:
+        mine, theirs = _IoVec(local + done, size - done), _IoVec(remote + done, size - done)
+        moved = copy(pid, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
+        if moved <= 0:
+            return False
+        done += moved
+    return True
 
 
 @functools.cache
@@ -119,6 +129,23 @@ def whole(data: bytes, fds: list[int]) -> tuple[bytes, list[int]]:
 def memory_file(name: str) -> int:
     """A new file in memory; `seal` makes it unchangeable."""
     return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def content_of(fd: int) -> bytearray:
+    """All of a file, as one buffer of its own. A read of 2 GiB or more ends before.
+
+    :raises ValueError: it became shorter meanwhile.
+    """
+    data = bytearray(os.fstat(fd).st_size)
+    done = 0
+    with memoryview(data) as view:
+        while done < len(data):
+            with view[done:] as left:
+                got = os.preadv(fd, [left], done)
+            if not got:
+                raise ValueError("a file became shorter while it was read")
+            done += got
+    return data
 
 
 def copied(fd: int) -> int:

@@ -84,7 +84,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     a child.
     """
     peaks: Peaks | None = None
-    """This host's, from `timing.roofline.peaks`: a time that beats them twice is evidence of cheating. None: see
+    """This host's, from `timing.peaks.peaks`: a time that beats them twice is evidence of cheating. None: see
     `Bench.probe`.
     """
     recipe: Recipe

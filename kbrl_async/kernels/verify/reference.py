@@ -23,12 +23,13 @@ from kbrl_async.kernels.verify import compare, values, wire
 from kbrl_async.kernels.verify.cpu.replay import CpuReplays, CpuReplaySession, Judging
 from kbrl_async.kernels.verify.forecast import forecast
 from kbrl_async.kernels.verify.fresh import Pool
+from kbrl_async.kernels.verify.input_set import InputSet, place
 from kbrl_async.kernels.verify.inputs import host_bytes, kinds_for
 from kbrl_async.kernels.verify.known import AskedSet, Draws, Held, Recent, Redrawn, Sizes, outlines, size_of
 from kbrl_async.kernels.verify.memory import copied, may_read_children, memory_file, seal
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Judged, Session, Submission
-from kbrl_async.kernels.verify.sets import Change, InputSet, SetMaker, place
+from kbrl_async.kernels.verify.sets import Change, SetMaker
 from protocols.records import Problem
 
 

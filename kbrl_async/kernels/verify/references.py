@@ -128,10 +128,10 @@ class References:
         self._close_kept()
         self._device.rest(0)
 
-    def give_way(self, tick: Tick) -> None:
-        """Nothing is kept any more, and the device has had time to find memory again."""
+    def give_way(self, tick: Tick, is_last: bool = False) -> None:
+        """Nothing is kept any more, and the device has had time to find memory again, the last time all of it."""
         self._close_kept()
-        self._device.give_way(tick)
+        self._device.give_way(tick, is_last)
 
     def settle(self) -> None:
         """Returns when no child that waits for its candidate is still making its context."""

@@ -27,7 +27,7 @@ from kbrl_async.kernels.sandbox import START_S, Access, Child, Isolation, Limits
 from kbrl_async.kernels.timing.cpu.host import process_time_ns, waited_ns
 from kbrl_async.kernels.verify import replies, values, wire
 from kbrl_async.kernels.verify.cpu.disarm import disarm
-from kbrl_async.kernels.verify.memory import memory_file, read_memory, seal_size
+from kbrl_async.kernels.verify.memory import content_of, memory_file, read_memory, seal_size
 from protocols.records import INFRASTRUCTURE_FAULTS, OBSERVED, Fault
 
 _SLACK = 8
@@ -190,9 +190,9 @@ class Session:
         self.thaw()
         self._child.channel.send(wire.encode(wire.Draw(seed, inputs)))
         drawn = self._expect(wire.Drawn, deadline_s)
-        data = bytearray(os.pread(fd, os.fstat(fd).st_size, 0))
-        os.ftruncate(fd, 0)
         try:
+            data = content_of(fd)
+            os.ftruncate(fd, 0)
             return drawn.tree, [values.view(data, meta) for meta in drawn.tensors]
         except (ValueError, RuntimeError) as error:
             raise self.forged("an input lies outside of its file") from error

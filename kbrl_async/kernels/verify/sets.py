@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -26,46 +26,21 @@ from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.kernels.verify import compare, inputs, values, wire
 from kbrl_async.kernels.verify.fresh import Pool, like
-from kbrl_async.kernels.verify.known import AskedSet, Draws, Held, Known, Recent, Redrawn, outlines
+from kbrl_async.kernels.verify.input_set import InputSet, follows_inputs, is_degenerate, tensors_of
+from kbrl_async.kernels.verify.known import AskedSet, Draws, Held, Recent, Redrawn, outlines
 from kbrl_async.kernels.verify.options import Tick, no_tick
 from kbrl_async.kernels.verify.pieces import bounds, pieces
-from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Judged, Session
+from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Session
 from kbrl_async.kernels.verify.tolerance import FP8_SUM, HALF, HONEST_FACTOR, eased, is_noise, is_usual, relative_of
 
 _NARROW = re.compile(r"\b(float16|bfloat16|half|float8\w*)\b")
 _FP8 = tuple(kind for name in dir(torch) if name.startswith("float8_") and (kind := getattr(torch, name)).itemsize == 1)
 _GROWTH, _DEGREE = 64.0, 4
 _LOOSE, _MORE = 0.1, 8.0
-_FEW = 1 << 16
 
 
 Change = Callable[[list[torch.Tensor]], None]
 """What is done to inputs where they lie."""
-
-
-class InputSet(msgspec.Struct, frozen=True):
-    name: str
-    known: Known
-    tolerances: list[compare.Tolerance]
-    mutated: bool
-    """The reference itself changes its inputs."""
-    degenerate: bool = False
-    """Zeros, a constant or an unchanged input would be a right answer."""
-
-    @property
-    def blocks(self) -> list[torch.Tensor]:
-        """Inputs as flat memory blocks, the originals: children only get copies."""
-        return self.known.blocks
-
-    @property
-    def expected(self) -> list[torch.Tensor]:
-        return self.known.expected
-
-
-def place(session: Judged, slot: int, input_set: InputSet) -> None:
-    """Write its inputs where the child finds them."""
-    for where, block in zip(session.slots[slot], input_set.blocks, strict=True):
-        where.copy_(block)
 
 
 class Oracle(Protocol):
@@ -228,9 +203,11 @@ class SetMaker:
             return None
         if not self.sets:
             self.refuse_random(blocks, expected, tolerances)
-        is_degenerate_ = is_degenerate(blocks, expected, forgiving)
-        known = Held(blocks, expected) if self._keeps else AskedSet(self._recent, lambda: self._again(make, mutated))
-        return InputSet(kind.name, known, forgiving, mutated, is_degenerate_)
+        if self._keeps:
+            return InputSet(kind.name, Held(blocks, expected), forgiving, mutated)
+        known = AskedSet(self._recent, lambda: self._again(make, mutated))
+        seen = [is_degenerate(blocks, expected, forgiving)]  # later it would have to be made again
+        return InputSet(kind.name, known, forgiving, mutated, seen)
 
     def _again(self, make: Callable[[], list[torch.Tensor]], mutated: bool) -> Held:
         return self._oracle.held(self._oracle.own(make()) if mutated else make())
@@ -369,65 +346,6 @@ class SetMaker:
                 f"the reference of {self._problem_id} is random or keeps state: the same inputs gave two answers",
                 "Take dropout and other randomness out of the problem, or exclude it",
             )
-
-
-def follows_inputs(session: Judged, slot: int, outcome: ForwardOutcome, outputs: list[torch.Tensor]) -> bool:
-    """Whether outputs of the last call change when its inputs are overwritten afterwards: they share memory.
-
-    Asks nobody: the inputs lie in memory that the trusted side holds too, and it reads the outputs itself.
-    """
-    places = session.slots[slot]
-    before = [tensor.clone() for tensor in outputs] if session.reads_in_place else outputs
-    for place in places:
-        place.view(torch.uint8).bitwise_not_()
-    again = session.again(wire.OP_EMPTY, slot, outcome.tensors, 5.0)
-    is_same = all(compare.same_values(session.look(meta), one) for meta, one in zip(again, before, strict=True))
-    for place in places:
-        place.view(torch.uint8).bitwise_not_()
-    return not is_same
-
-
-def is_degenerate(blocks: list[torch.Tensor], answers: list[torch.Tensor], tolerances: list[compare.Tolerance]) -> bool:
-    """Zeros, a constant or an input returned as it came would be a right answer: nothing can be proven there."""
-    for expected, tolerance in zip(answers, tolerances, strict=True):
-        if expected.numel() == 0:
-            continue
-        whole, flats = expected.flatten(), [b for b in blocks if b.numel() == expected.numel()]
-        alike = [flat.flatten() for flat in flats if flat.dtype == expected.dtype]
-        few = slice(_FEW)  # what is wrong there is wrong
-        if _are_wrong(whole[few], [flat[few] for flat in alike], tolerance) or _are_wrong(whole, alike, tolerance):
-            return False
-    return True
-
-
-def _are_wrong(expected: torch.Tensor, inputs: list[torch.Tensor], tolerance: compare.Tolerance) -> bool:
-    """Whether zeros, its first value everywhere, and each of these are all no right answer.
-
-    The first value of a single one is that one: it says nothing of a loss.
-    """
-    values = [0.0, expected[0].item()] if expected.numel() > 1 else [0.0]
-    return all(_is_value_wrong(value, expected, tolerance) for value in values) and all(
-        compare.difference(guess, expected, tolerance).wrong for guess in inputs
-    )
-
-
-def _is_value_wrong(value: float, expected: torch.Tensor, tolerance: compare.Tolerance) -> bool:
-    """Everywhere."""
-    return any(compare.difference(torch.full_like(part, value), part, tolerance).wrong for (part,) in pieces(expected))
-
-
-def tensors_of(tree: wire.Tree, place: int) -> list[int]:
-    """The numbers of the tensors in argument `place` of `get_inputs()`."""
-    items = tree[1] if tree is not None and tree[0] in ("L", "U") else []
-
-    def numbers(node: Any) -> list[int]:
-        kind, body = node
-        if kind == "T":
-            return [body]
-        inner = body.values() if kind == "D" else body if kind in ("L", "U") else ()
-        return [number for item in inner for number in numbers(item)]
-
-    return numbers(items[place]) if 0 <= place < len(items) else []
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor, share: float = 0.0) -> float:

@@ -98,6 +98,7 @@ def _check_node(node: Node, used: int, bounds: Bounds) -> None:
 def _check_kernel(node: Kernel, bounds: Bounds) -> None:
     demand(node.artifact in bounds.images, "a kernel of nothing that was built")
     demand(0 < len(node.name) <= _MAX_NAME and node.name.isprintable(), "no name of a kernel")
+    demand(not node.name.startswith(allowed.NAMESPACE), "a kernel by an operator's name")  # steps are told by name
     demand(min(*node.grid, *node.block, *node.cluster) >= 1 and max(node.grid) <= _MAX_GRID, "no grid")
     demand(math.prod(node.block) <= _MAX_BLOCK and math.prod(node.cluster) <= _MAX_CLUSTER, "no block")
     demand(node.shared <= _MAX_SHARED and -1 <= node.carveout <= 100, "no shared memory")

@@ -274,8 +274,7 @@ def _warps(block: int) -> int:
 
 def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, epsilon: float, out_TH: torch.Tensor) -> torch.Tensor:
     x_TH, n = x_TH.contiguous(), x_TH.shape[1]
-    inverse_T = torch.empty(len(x_TH), dtype=torch.float32, device=x_TH.device)
-    block = triton.next_power_of_2(n)
+    inverse_T, block = torch.empty(len(x_TH), dtype=torch.float32, device=x_TH.device), triton.next_power_of_2(n)
     _rms_norm[(len(x_TH),)](
         x_TH, weight_H, out_TH, inverse_T, n, out_TH.stride(0), epsilon, BLOCK=block, num_warps=_warps(block)
     )

@@ -18,6 +18,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+MOMENT_BLOCK = 256
+"""Numbers that share a scale where moments are kept in 8 bits."""
+PACKED_MOMENTS = 2 * (1 + 4 / MOMENT_BLOCK)
+"""Bytes of both moments of a number then."""
+
 SLACK = 3e8
 """Bytes for what no estimate knows: cuBLAS workspaces, plans of attention, small tensors."""
 Path = Literal["fused", "modules", "plain"]

@@ -11,7 +11,7 @@ as one version takes, pinned where the weights are on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
@@ -58,6 +58,26 @@ class HostCopy:
         if held is not None and held.shape == like.shape and held.dtype == like.dtype:
             return held
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+
+
+class Snapshots:
+    """Copies of the versions that somebody still reads, each in the memory of one that nobody does any more.
+
+    memory = Snapshots(torch.bfloat16)
+    tensors = memory.of(17, named_weights(model), keep={15})
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        """See `HostCopy`."""
+        self._dtype = dtype
+        self._copies: dict[int, HostCopy] = {}
+
+    def of(self, version: int, named: Named, keep: Collection[int] = ()) -> dict[str, torch.Tensor]:
+        """Valid until a version is copied that does not `keep` this one."""
+        spare = [copy for held, copy in self._copies.items() if held not in keep]
+        copy = spare[0] if spare else HostCopy(self._dtype)
+        self._copies = {held: one for held, one in self._copies.items() if held in keep} | {version: copy}
+        return copy.of(named)
 
 
 def as_they_are(named: Named) -> dict[str, torch.Tensor]:

@@ -40,6 +40,7 @@ from kbrl_async.learning.policies.snapshot import HostCopy, Named, as_they_are, 
 from kbrl_async.weights import FILES, LISTED, Canaries, check_here, tensors
 from kbrl_async.weights import MANIFEST as MANIFEST
 from kbrl_async.weights import POLICY_PREFIX as POLICY_PREFIX
+from kbrl_async.weights.groups import TensorEntry
 from protocols.records import AdapterProof, CanaryPrompt, PolicyVersion
 from protocols.transfer import PolicyFile
 
@@ -56,7 +57,9 @@ class Pending(msgspec.Struct, frozen=True):
     fill: Callable[[Path], Mapping[str, str]]
     """Writes all weights; the SHA-256 of each file, by role ("" for the main one)."""
     weights: Mapping[str, torch.Tensor] | None = None
-    """All weights of a full version, as they will be written."""
+    """All weights of a full version, as they will be written; with an `index` this rank's rows of them."""
+    index: Sequence[TensorEntry] | None = None
+    """Of the whole weights, where ranks hold rows."""
 
     def write(self) -> PolicyVersion:
         """In any thread; makes the folder appear."""
@@ -146,6 +149,36 @@ def prepare(
     rounded = weights is not None and any(tensor.dtype is torch.bfloat16 for tensor in weights.values())
     manifest = msgspec.structs.replace(made.manifest, adapters=adapters, dtype="bf16" if rounded else "fp32")
     return msgspec.structs.replace(made, manifest=manifest, weights=weights)
+
+
+def prepare_parts(
+    directory: Path,
+    config: Any,
+    rows: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, list[int]],
+    collected: Callable[[list[TensorEntry]], Named],
+    score: Callable[[list[int]], list[float]],
+    version: int,
+    parent: int | None,
+    step: int,
+    canaries: Canaries,
+    base_model: str = "",
+) -> Pending:
+    """`prepare` of full weights whose rows lie on several ranks, `rows` here. `shapes` are those of the whole ones,
+    which `collected` gives one after the other when the file is written."""
+    order = tensors.in_order((name, tensor.element_size()) for name, tensor in rows.items())
+    index = [TensorEntry(name, tensors.NAMES[rows[name].dtype], shapes[name]) for name in order]
+
+    def fill(folder: Path) -> Mapping[str, str]:
+        places = [(entry.name, entry.dtype, entry.shape) for entry in index]
+        digest = tensors.write_as_they_come(folder / FILES["full"], places, collected(index))
+        config.save_pretrained(str(folder))
+        return {"": digest}
+
+    made = prepare_as(directory, "full", fill, score, version, parent, step, canaries, base_model)
+    rounded = any(entry.dtype == tensors.NAMES[torch.bfloat16] for entry in index)
+    manifest = msgspec.structs.replace(made.manifest, dtype="bf16" if rounded else "fp32")
+    return msgspec.structs.replace(made, manifest=manifest, weights=rows, index=index)
 
 
 def prepare_as(

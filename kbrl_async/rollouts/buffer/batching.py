@@ -14,34 +14,17 @@ from collections.abc import Sequence
 import msgspec
 
 from kbrl_async.rollouts.buffer.group import Group
+from kbrl_async.rollouts.buffer.rules import BatchRules
 from kbrl_async.rollouts.rewards.advantages import (
     IMITATES,
     NEEDS_NO_GROUP,
-    Baseline,
     batch_scale,
-    find_baseline,
     is_zero_variance,
     mean_scale,
     settled,
 )
 from kbrl_async.rollouts.rewards.classes import class_rewards, plan_advantages
-from kbrl_async.rollouts.settings import BestOfN
 from protocols.records import TrainGroup, TrainSample
-
-
-class BatchRules(msgspec.Struct, frozen=True):
-    """Settings of a run by which groups become samples with advantages, under their names."""
-
-    advantage: str
-    scale_advantages: bool
-    """Divide a batch's advantages by their root mean square."""
-    truncated: str
-    """`mask`: an answer that was cut counts for its group's baseline, and is not learned from."""
-    best_of_n: BestOfN
-
-    @property
-    def baseline(self) -> Baseline:
-        return find_baseline(self.advantage, self.best_of_n)
 
 
 def train_groups(groups: Sequence[Group], rules: BatchRules) -> list[TrainGroup]:

@@ -26,7 +26,6 @@ from collections.abc import Iterable
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.rollouts.buffer import batching
-from kbrl_async.rollouts.buffer.batching import BatchRules
 from kbrl_async.rollouts.buffer.events import (
     Admitted,
     BatchFailed,
@@ -43,7 +42,7 @@ from kbrl_async.rollouts.buffer.events import (
     Swept,
 )
 from kbrl_async.rollouts.buffer.group import BufferState, Group, rewards_by_turn
-from kbrl_async.rollouts.rewards.advantages import NEEDS_NO_GROUP
+from kbrl_async.rollouts.buffer.rules import BufferRules
 from protocols.records import GroupOutcome, TrainGroup, TrainSample
 
 STALE = "stale"
@@ -52,33 +51,11 @@ ZERO_VARIANCE = "zero_variance"
 TOO_FEW = "too_few_rollouts"
 RUNNING_RATE = 0.3
 """Weight of a problem's newest group in its running mean reward."""
-COMPARED = 2
-"""Scored rollouts without which a group has nothing to compare."""
 STRAGGLER = "straggler"
 HOLD_FLOOR_S = 20.0
 """Shortest of the waits that a run's own rollouts decide."""
 REMEMBERED, _QUANTILE = 256, 0.95
 """Newest rollouts whose time is known, and the share of them that is waited for."""
-
-
-class BufferRules(BatchRules, frozen=True, kw_only=True):
-    """Settings of a run, under their names, and what no run changes."""
-
-    batch_size: int
-    """P."""
-    max_steps: int
-    max_staleness: int
-    """S."""
-    hold_s: float | None
-    """Longest wait for a group that would become too old; None: as long as 95 % of the run's own rollouts take."""
-    bench_after: int = 3
-    """Failed groups in a row after which a problem is benched."""
-    bench_s: float = 120.0
-
-    @property
-    def min_rollouts(self) -> int:
-        """Scored rollouts without which a group teaches nothing."""
-        return 1 if self.advantage in NEEDS_NO_GROUP else COMPARED
 
 
 class RolloutBuffer:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning.settings import AT_SERVICE, CLIPPED, OF_SEQUENCES, check_combination
-from kbrl_async.rollouts.buffer.buffer import COMPARED
+from kbrl_async.rollouts.buffer.rules import COMPARED
 from kbrl_async.rollouts.rewards.advantages import IMITATES, NEEDS_NO_GROUP
 from kbrl_async.rollouts.rewards.presets import find_presets
 from kbrl_async.rollouts.settings import Reward
@@ -286,6 +286,11 @@ def _held_weights(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "learner.base_quantisation", f"{quantised} with lora_rank=0: no weights are frozen", "Add lora_rank=32"
     if learner.kernels == "fused" and learner.base_quantisation != "none":
         yield "learner.kernels", f"learner.kernels=fused has no kernels for {quantised}", "Use auto or plain"
+    if learner.optimizer != "adamw" and config.lora_rank:
+        cause = (
+            f"learner.optimizer={learner.optimizer} with lora_rank={config.lora_rank}: an adapter's moments are small"
+        )
+        yield "learner.optimizer", cause, "Leave it out, or train all weights with lora_rank=0"
     yield from _shares(config)
     if learner.base_quantisation == "none":
         return

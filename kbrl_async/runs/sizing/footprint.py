@@ -69,6 +69,8 @@ class LearnerSizing(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     """Of the LoRA adapter; 0: all weights are trained."""
     adapters: int = 1
+    eight_bit: bool = False
+    """Moments of matrices take a byte each (`learning.eight_bit`)."""
     held: str = "fp32"
     """How weights stand in memory, a key of `HELD`; gradients and moments of all weights stand like them."""
     bf16: bool = True
@@ -117,7 +119,7 @@ def learner(shape: ModelShape, how: LearnerSizing) -> Footprint:
         parts["adapter"] = item * trained
     else:
         trained, item = shape.parameters / split, HELD[how.held]
-    parts |= {"gradients": item * trained, "moments": 2 * item * trained}
+    parts |= {"gradients": item * trained, "moments": (memory.PACKED_MOMENTS if how.eight_bit else 2 * item) * trained}
     parts["reference"] = HELD[how.held] * shape.parameters / split if how.reference else 0.0
     if how.on_host:
         parts = {}

@@ -48,7 +48,7 @@ from kbrl_async.sampling.engine import (
 from kbrl_async.sampling.settings import Sampler
 from kbrl_async.sampling.transformers.running_batch import BatchStats, RunningBatch, RunningSequence
 from kbrl_async.sampling.transformers.versions import VersionLoader
-from kbrl_async.weights.direct import Meeting, TransferGroup, TransferOffer
+from kbrl_async.weights.groups import Incoming, Meeting, TransferOffer
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
 MAX_VERSIONS = 3
@@ -149,7 +149,7 @@ class TransformersEngine:
         self._counters = BatchStats()
         self._versions = VersionLoader(model, self._make_batch)
         self._device = next(model.parameters()).device
-        self._group: TransferGroup | None = None
+        self._incoming: Incoming | None = None
         self._busy_s = 0.0
         self._failure: BaseException | None = None
         self._closed = False
@@ -203,22 +203,20 @@ class TransformersEngine:
     workers = 1
 
     async def meet(self, meeting: Meeting, link: int, patience_s: float) -> None:
-        old, self._group = self._group, None
+        old, self._incoming = self._incoming, None
         if old is not None:
             await asyncio.to_thread(old.close)
-        self._group = await asyncio.to_thread(
-            TransferGroup, meeting, link, 1, 1 + self.workers, self._device, patience_s
-        )
+        self._incoming = await asyncio.to_thread(Incoming, meeting, link, 1, 1 + self.workers, self._device, patience_s)
 
     async def receive(self, offer: TransferOffer) -> None:
         async with self._load_lock:
             self._check_alive()
-            group = self._group
-            if group is None or offer.manifest.version <= self._version:
+            incoming = self._incoming
+            if incoming is None or offer.manifest.version <= self._version:
                 raise InfraError("no weights are wanted from the learner", "Meet it first")
             await self._wait_for_room()
             async with self._computing():
-                named = group.tensors(offer.index)
+                named = incoming.tensors(offer.index)
                 await self._serve_made(await asyncio.to_thread(self._versions.of_tensors, offer.manifest, named))
 
     async def _serve_made(self, make: Callable[[], list[RunningBatch]]) -> None:

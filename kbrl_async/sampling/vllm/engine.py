@@ -42,13 +42,12 @@ from kbrl_async.sampling.engine import (
     check_served,
     wait_for_room,
 )
-from kbrl_async.sampling.forced import FORCED, forced_ids
 from kbrl_async.sampling.vllm.options import VLLMOptions, VLLMParts, one_token, token_prompt
 from kbrl_async.sampling.vllm.proof import VLLMProver, chosen
 from kbrl_async.sampling.vllm.scheduler import Meter, Pausing
 from kbrl_async.sampling.vllm.versions import Draft, LiveVersions, Served
 from kbrl_async.weights import proven
-from kbrl_async.weights.direct import Meeting, TransferOffer
+from kbrl_async.weights.groups import Meeting, TransferOffer
 from protocols.records import PolicyVersion, Purpose, SamplingParams
 
 FRUITLESS = 3
@@ -128,17 +127,8 @@ class VLLMEngine:
             cause = f"an answer took longer than {deadline_s:g} s ({len(draft.token_ids)} tokens came)"
             cure = "Lower sampler.min_tokens_per_s, max_tokens or sampler.slots, or raise sampler.deadline_s"
             raise InfraError(cause, cure) from error
-        return Completion(
-            prompt_ids=draft.prompt_ids,
-            token_ids=draft.token_ids,
-            logprobs=draft.logprobs,
-            text=self.tokenizer.decode(draft.token_ids, skip_special_tokens=True),
-            finish_reason=reason,
-            policy_version=draft.policy_version,
-            started_at=started,
-            finished_at=self._clock(),
-            spans=tuple(draft.spans),
-        )
+        text = self.tokenizer.decode(draft.token_ids, skip_special_tokens=True)
+        return draft.completion(text, reason, started, self._clock())
 
     async def _write(self, draft: Draft, request_id: str, params: SamplingParams, adapter: str) -> str:
         """All parts of an answer; why it ended."""
@@ -215,7 +205,7 @@ class VLLMEngine:
             # Token by token only where weights may change between two of them: it costs the loop a turn each.
             output_kind=parts.delta if streamed else parts.final_only,
             **({"flat_logprobs": True} if parts.flat_logprobs else {}),
-            **forced_words(draft, params),
+            **draft.forced_words(params),
         )
 
     def with_lora(self, served: Served) -> dict[str, Any]:
@@ -407,21 +397,15 @@ class VLLMEngine:
             await self.pausing.let_go("quiet")
 
     def stats(self) -> EngineStats:
-        meter = self.meter
-        return EngineStats(
+        own = EngineStats(
             policy_version=self._live.newest,
             active=self._active,
-            waiting=meter.waiting,
             live_versions=len(self._live.live),
-            decode_steps=meter.decode_steps,
             generated_tokens=self._received,
-            prefill_tokens=meter.prefill_tokens,
             canary_max_error=self._prover.error,
-            kv_usage=meter.kv_usage,
-            preemptions=meter.preemptions,
             interruptions=self._interrupted,
-            cached_tokens=meter.cached_tokens,
         )
+        return self.meter.stats(own)
 
     @property
     def failure(self) -> BaseException | None:
@@ -443,9 +427,3 @@ class VLLMEngine:
 
     def _check_alive(self) -> None:
         check_alive(self.failure, self._closed)
-
-
-def forced_words(draft: Draft, params: SamplingParams) -> dict[str, Any]:
-    """What of a given answer is not written yet."""
-    left = forced_ids(params)[len(draft.token_ids) :]
-    return {"extra_args": {FORCED: list(left)}} if left else {}

@@ -16,6 +16,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
+from kbrl_async.sampling.engine import EngineStats
+
 QUIET_TURNS = 20
 """Turns of the loop without a new token after which none is on its way: vLLM has sent all before it answers a pause,
 and its handler passes on at least one batch a turn."""
@@ -96,6 +100,18 @@ class Meter:
     def kv_usage(self) -> float:
         """Of the engine core that has the least left."""
         return max(self._kv_usage.values(), default=0.0)
+
+    def stats(self, own: EngineStats) -> EngineStats:
+        """What the engine counts itself, with what vLLM's scheduler says."""
+        return msgspec.structs.replace(
+            own,
+            waiting=self.waiting,
+            decode_steps=self.decode_steps,
+            prefill_tokens=self.prefill_tokens,
+            kv_usage=self.kv_usage,
+            preemptions=self.preemptions,
+            cached_tokens=self.cached_tokens,
+        )
 
     def saw(self, waiting: int, kv_usage: float, engine_idx: int = 0) -> None:
         self._queued[engine_idx], self._kv_usage[engine_idx] = waiting, kv_usage

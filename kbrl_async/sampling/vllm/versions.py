@@ -15,10 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
+from kbrl_async.sampling.engine import Completion
+from kbrl_async.sampling.forced import FORCED, forced_ids
 from kbrl_async.sampling.transformers.versions import adapter_name
+from protocols.records import SamplingParams
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -134,3 +138,22 @@ class Draft:
             self.spans[-1] = (version, count + len(token_ids))
         else:
             self.spans.append((version, len(token_ids)))
+
+    def forced_words(self, params: SamplingParams) -> dict[str, Any]:
+        """For vLLM: what of an answer that was given (`sampling.forced`) is not written yet."""
+        left = forced_ids(params)[len(self.token_ids) :]
+        return {"extra_args": {FORCED: list(left)}} if left else {}
+
+    def completion(self, text: str, reason: str, started_at: float, finished_at: float) -> Completion:
+        """Of a draft that has ended for this reason."""
+        return Completion(
+            prompt_ids=self.prompt_ids,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            text=text,
+            finish_reason=reason,
+            policy_version=self.policy_version,
+            started_at=started_at,
+            finished_at=finished_at,
+            spans=tuple(self.spans),
+        )

@@ -27,7 +27,7 @@ class WorkerExtension:
     model_runner: Any
     device: Any
     vllm_config: Any
-    _group: Any = None
+    _incoming: Any = None
 
     def die_with(self, owner: int) -> None:
         """End this process, and the engine core above it, once process `owner` is gone. A worker must not outlive the
@@ -37,21 +37,21 @@ class WorkerExtension:
 
     def meet_learner(self, meeting: bytes, link: int, size: int, patience_s: float) -> None:
         """Joins the learner's group, in place of an earlier one."""
-        from kbrl_async.weights.direct import Meeting, TransferGroup
+        from kbrl_async.weights.groups import Incoming, Meeting
 
-        if self._group is not None:
-            self._group.close()
+        if self._incoming is not None:
+            self._incoming.close()
         where = msgspec.json.decode(meeting, type=Meeting)
         parallel = self.vllm_config.parallel_config
         rank = 1 + parallel.data_parallel_rank * parallel.world_size + self.rank
-        self._group = TransferGroup(where, link, rank, size, self.device, patience_s)
+        self._incoming = Incoming(where, link, rank, size, self.device, patience_s)
 
     def receive_weights(self, offer: bytes) -> None:
         """What the group sends now, tensor by tensor, into the model in place."""
-        from kbrl_async.weights.direct import TransferOffer
+        from kbrl_async.weights.groups import TransferOffer
 
         index = msgspec.msgpack.decode(offer, type=TransferOffer).index
-        for named in self._group.tensors(index):
+        for named in self._incoming.tensors(index):
             self.model_runner.model.load_weights([named])
 
 

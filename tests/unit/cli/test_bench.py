@@ -16,7 +16,8 @@ from kbrl_async import cli
 from kbrl_async.cli import bench
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.funnel import careful
-from kbrl_async.kernels.timing.methods import methods, ratio
+from kbrl_async.kernels.timing.device import timed_device
+from kbrl_async.kernels.timing.methods import ratio
 from kbrl_async.kernels.timing.resolution import CaseRow, ResolutionReport, Trial, summarise
 from kbrl_async.kernels.verify import Bench
 from kbrl_async.lab import self_test
@@ -200,12 +201,14 @@ def test_other_methods_time_the_same_function_about_right() -> None:
         for _ in range(5):
             x.add_(1)
 
-    for method in methods("cpu").values():  # most have no guard against other load, which is what we show beside ours
+    for method in (
+        timed_device("cpu").methods().values()
+    ):  # most have no guard against other load, which is what we show beside ours
         assert any(1.5 < ratio(method, five_times, once, 0.02) < 15 for _ in range(10))
 
 
 def test_other_methods_run_beside_ours() -> None:
-    assert set(self_test.beside(CASES[0], "cpu", 1, 0.004)) == set(methods("cpu"))
+    assert set(self_test.beside(CASES[0], "cpu", 1, 0.004)) == set(timed_device("cpu").methods())
 
 
 def test_a_row_says_how_often_the_truth_was_inside() -> None:

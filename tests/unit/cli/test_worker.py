@@ -21,7 +21,7 @@ from protocols.limits import LedgerOptions
 from protocols.sockets import ClientKeys
 from services.broker.options import BrokerOptions
 from services.broker.server import BrokerServer
-from services.runtime import HandlerOutcome, Worker
+from services.runtime import HandlerOutcome, Worker, WorkerOptions
 from tests.brokers import endpoints, serving, until
 
 REMOTE = "tcp://10.0.0.1:5756"
@@ -154,7 +154,7 @@ def test_a_worker_of_another_run_does_not_go_on(tmp_path: Path) -> None:
         async with serving(BrokerServer(options)) as broker:
             other = lambda text: agreed.differences(Config(), "timing_bench", text)  # noqa: E731
             with pytest.raises(ConfigError, match=r"timing_bench.cap_s is 0\.1 here and 0\.4 in the run"):
-                await Worker(endpoints(broker)[1], "b", ["bench"], 1, work, differs=other).run()
+                await Worker(endpoints(broker)[1], "b", ["bench"], 1, work, WorkerOptions(differs=other)).run()
 
     asyncio.run(play())
 

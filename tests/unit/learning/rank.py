@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from kbrl_async.errors import NonFiniteLoss
-from kbrl_async.learning import checkpoints
+from kbrl_async.learning import checkpoints, training_state
 from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.trainer import Trainer
@@ -27,13 +27,14 @@ from protocols.records import TrainGroup
 from services.learner.policy import make_trainer
 from tests.models import update_settings
 from tests.ports import free_port
+from tests.unit.learning import fake_torchao
 
 CANARY = [3, 1, 4, 1, 5, 9]
 LORA_RANK = 2
 
 
 def settings(how: str) -> Config:
-    """`full` holds against a reference policy, too."""
+    """`full` holds against a reference policy, too; `packed` has 8-bit moments."""
     penalty: dict[str, Any] = {"kl": "k3", "kl_weight": 0.1} if how == "full" else {}
     return update_settings(
         epochs=1,
@@ -42,9 +43,10 @@ def settings(how: str) -> Config:
         learning_rate=1e-3,
         warmup_steps=0,
         token_budget=24,  # so little that the ranks have different numbers of microbatches
-        lora_rank=0 if how == "full" else LORA_RANK,
+        lora_rank=0 if how in ("full", "packed") else LORA_RANK,
         kernels="fused" if how == "lora" else "plain",
         activation_checkpointing="full" if how == "full" else "selective",
+        optimizer="adamw_8bit" if how == "packed" else "adamw",
         shard=how != "replicated",
         processes=2,
         **penalty,
@@ -104,6 +106,8 @@ def publish(trainer: Trainer, folder: Path, version: int) -> None:
 
 def rank(folder: Path, how: str) -> None:
     torch.set_num_threads(1)
+    if how == "packed":
+        fake_torchao.install()
     ranks = ProcessGroup(torch.device("cpu"))
     trainer = make_trainer(settings(how), folder / "base", "cpu", ranks)
     if ranks.rank:
@@ -113,7 +117,8 @@ def rank(folder: Path, how: str) -> None:
     groups = msgspec.json.decode((folder / "groups.json").read_bytes(), type=list[TrainGroup])
     goes_on = (folder / "checkpoints").is_dir()
     metrics = (go_on if goes_on else train)(trainer, groups, folder)
-    tensors = [*trainer.model.parameters(), *(x for s in trainer.optimizer.state.values() for x in s.values())]
+    moments = (training_state.moments(trainer.optimizer, p) for p in trainer.parameters.values())
+    tensors = [*trainer.model.parameters(), *(x for held in moments for x in held.values())]
     held = sum(x.to_local().numel() for x in tensors if isinstance(x, DTensor))
     whole = sum(x.numel() for x in tensors if not isinstance(x, DTensor) and x.ndim)
     said = {"metrics": metrics, "held": held, "whole": whole, "weights": digest(trainer)}

@@ -9,8 +9,8 @@ from kbrl_async.errors import ConfigError
 from kbrl_async.learning.losses import Tokens, token_weights
 from kbrl_async.learning.settings import LOSSES
 from kbrl_async.rollouts.buffer.batching import teaches_nothing, train_groups
-from kbrl_async.rollouts.buffer.buffer import BufferRules
 from kbrl_async.rollouts.buffer.group import Group
+from kbrl_async.rollouts.buffer.rules import BufferRules
 from kbrl_async.rollouts.rewards.advantages import IMITATES
 from kbrl_async.runs.config import Config, load
 from protocols.records import TrainGroup, TrainSample

@@ -20,6 +20,7 @@ from kbrl_async.learning.policies import versions
 from protocols.records import TrainGroup
 from services.learner.policy import make_trainer
 from tests.models import SHAPE
+from tests.unit.learning import fake_torchao
 from tests.unit.learning.rank import CANARY, digest, go_on, settings, train
 
 
@@ -43,10 +44,10 @@ def run_ranks(folder: Path, how: str, *sizes: int) -> list[Said]:
 
 def policy(folder: Path, how: str) -> Path:
     """Its base, with norms of q and k where all of it is trained."""
-    config = (Qwen3Config if how == "full" else LlamaConfig)(**SHAPE, head_dim=8)
+    config = (Qwen3Config if how in ("full", "packed") else LlamaConfig)(**SHAPE, head_dim=8)
     disable_progress_bar()
     torch.manual_seed(0)
-    model = (Qwen3ForCausalLM if how == "full" else LlamaForCausalLM)(config)
+    model = (Qwen3ForCausalLM if how in ("full", "packed") else LlamaForCausalLM)(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -63,10 +64,12 @@ def agree(one: dict[str, float], other: dict[str, float]) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("how", "sizes"), [("replicated", [2]), ("lora", [2]), ("full", [4, 2])])
+@pytest.mark.parametrize(("how", "sizes"), [("replicated", [2]), ("lora", [2]), ("full", [4, 2]), ("packed", [2])])
 def test_several_ranks_make_the_update_of_one(
-    tmp_path: Path, groups: list[TrainGroup], how: str, sizes: list[int]
+    tmp_path: Path, groups: list[TrainGroup], how: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if how == "packed":
+        fake_torchao.install(monkeypatch.setitem, monkeypatch.setattr)
     (tmp_path / "groups.json").write_bytes(msgspec.json.encode(groups))
     base = policy(tmp_path / "base", how)
     found, *fewer = run_ranks(tmp_path, how, *sizes)
@@ -86,7 +89,8 @@ def test_several_ranks_make_the_update_of_one(
         return
     trained, frozen = (sum(p.numel() for p in alone.model.parameters() if p.requires_grad == is_so) for is_so in (1, 0))
     assert found.whole == 0
-    assert found.held == pytest.approx((3 * trained + frozen) / sizes[0], rel=0.05), "a share, moments included"
+    each = 3 + 2 / fake_torchao.BLOCK if how == "packed" else 3  # numbers: a scale for so many
+    assert found.held == pytest.approx((each * trained + frozen) / sizes[0], rel=0.05), "a share, moments included"
     files = sorted(path.name for path in (tmp_path / "checkpoints" / "step-000003").glob("*.safetensors"))
     assert [name[:11] for name in files] == [f"shard-{rank:05d}" for rank in range(1, sizes[0] + 1)]
     expected = [alone.step(groups, 0.7, version=3)]

@@ -20,7 +20,6 @@ from kbrl_async.runs.config import load
 from kbrl_async.sampling.forced import FORCED, ForcedParams, Reciter, Script, forced_ids, read_script
 from kbrl_async.sampling.settings import Sampler
 from kbrl_async.sampling.transformers.running_batch import BatchStats, RunningBatch, RunningSequence
-from kbrl_async.sampling.vllm.engine import forced_words
 from kbrl_async.sampling.vllm.options import FORCING, VLLMOptions, arguments
 from kbrl_async.sampling.vllm.versions import Draft
 from protocols.records import Problem, RolloutRequest, SamplingParams
@@ -181,8 +180,8 @@ def test_rows_that_move_swap_leave_and_are_replaced_take_their_answers_along(for
 def test_a_continued_request_is_given_the_rest() -> None:
     draft = Draft([1, 2], 10)
     draft.token_ids += ANSWER[:2]
-    assert forced_words(draft, given(ANSWER)) == {"extra_args": {FORCED: ANSWER[2:]}}
-    assert forced_words(draft, SamplingParams(10)) == {}
+    assert draft.forced_words(given(ANSWER)) == {"extra_args": {FORCED: ANSWER[2:]}}
+    assert draft.forced_words(SamplingParams(10)) == {}
 
 
 def test_vllm_records_the_distribution_before_a_token_is_forced() -> None:

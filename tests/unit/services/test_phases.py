@@ -8,7 +8,7 @@ from kbrl_async.evaluation.heldout import BEFORE
 from kbrl_async.runs.commands import AskTurn, Evaluated
 from kbrl_async.runs.planning import plan_of
 from kbrl_async.runs.run_state import RunState
-from services.reward_aggregator.phases import Phase, phase_of
+from services.reward_aggregator.metrics_writer import Phase, phase_of
 from tests.unit.services.test_limits import settings
 
 

@@ -19,7 +19,7 @@ import torch
 from kbrl_async.durable import is_complete, numbered
 from kbrl_async.errors import DiskFull, InfraError, PolicyMismatch
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.snapshot import HostCopy
+from kbrl_async.learning.policies.snapshot import Snapshots
 from kbrl_async.learning.policies.versions import Pending
 from kbrl_async.runs.config import load
 from kbrl_async.sampling.engine import Engine
@@ -39,6 +39,7 @@ from tests.unit.sampling.conftest import CANARY, make_model
 from tests.unit.sampling.fake_vllm import PARTS, FakeAsyncLLM, vllm_options
 from tests.unit.services.log import Log
 from tests.unit.services.test_sampling_vllm import ask, sampling
+from tests.unit.weights.test_direct import until
 
 torch.set_num_threads(1)
 PATIENCE_S = 120.0
@@ -48,11 +49,13 @@ Served = Callable[[Engine, LearnerLine], Awaitable[None]]
 class Learner:
     """Publishes full weights, each version a step from the one before."""
 
-    def __init__(self, policies: Path, *, sends: bool = True, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, policies: Path, *, sends: bool = True, dtype: torch.dtype | None = None, skips: bool = False
+    ) -> None:
         self.model, self.policies, self.version = make_model(), policies, -1
         self.sender = Sender("127.0.0.1", torch.device("cpu"), PATIENCE_S, lambda _: None) if sends else None
-        self.publisher = Publisher(policies, self.sender)
-        self._copy = HostCopy(dtype)
+        self.publisher = Publisher(policies, self.sender, skips=skips)
+        self._snapshots = Snapshots(dtype)
 
     @torch.no_grad()
     def publish(self, change: Callable[[Pending], Pending] = lambda pending: pending) -> Pending:
@@ -60,11 +63,12 @@ class Learner:
         generator = torch.Generator().manual_seed(self.version)
         for weight in self.model.parameters():
             weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
-        self.publisher.free()
+        keep = self.publisher.free()
         canaries = Canaries(CANARY, [("7 8 9", [7, 8, 9])])
         made = versions.prepare(
-            self.policies, self.model, self.version, None, self.version, canaries, copied=self._copy.of
-        )
+            self.policies, self.model, self.version, None, self.version, canaries,
+            copied=lambda named: self._snapshots.of(self.version, named, keep),
+        )  # fmt: skip
         self.publisher.begin(change(made), lambda: None)
         return made
 
@@ -158,8 +162,30 @@ def test_an_update_does_not_wait_for_the_files_and_the_one_after_it_does(tmp_pat
     assert all(torch.equal(tensor, before[name]) for name, tensor in restored.state_dict().items() if name in before)
 
 
-def test_a_version_that_can_t_be_written_ends_the_learner(tmp_path: Path) -> None:
-    learner = Learner(tmp_path, sends=False)
+def test_a_version_that_is_sent_does_not_wait_for_the_file_of_the_one_before_and_the_newest_is_written(
+    tmp_path: Path,
+) -> None:
+    learner, gate = Learner(tmp_path, skips=True), threading.Event()
+    first = learner.publish(unwritten(gate))
+    until(lambda: learner.publisher.free() == {0})
+    before = {name: tensor.clone() for name, tensor in (first.weights or {}).items()}
+    for _ in range(3):
+        last = learner.publish()
+    assert learner.sender is not None
+    assert learner.version == 3
+    assert versions.newest(tmp_path) is None
+    gate.set()
+    learner.publisher.close()
+    assert [version for version, _ in numbered(tmp_path, versions.POLICY_PREFIX)] == [0, 3]
+    for version, weights in ((0, before), (3, last.weights or {})):
+        restored = make_model(seed=5)
+        versions.load_weights(versions.version_folder(tmp_path, version), restored)
+        assert all(torch.equal(p, weights[name]) for name, p in restored.named_parameters())
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_version_that_can_t_be_written_ends_the_learner(tmp_path: Path, skips: bool) -> None:
+    learner = Learner(tmp_path, sends=skips, skips=skips)
 
     def full(_: Path) -> Any:
         raise OSError(28, "No space left on device")
@@ -216,7 +242,7 @@ def test_a_rounded_version_takes_no_precision_from_who_goes_back_to_it(tmp_path:
 def test_a_learner_that_can_t_listen_where_it_was_told_goes_by_files(tmp_path: Path) -> None:
     config = load(overrides=["weights.transport=direct", "weights.address=192.0.2.1", "weights.stalled_s=0.2"])
     service: Any = SimpleNamespace(config=config, device="cpu", log=Log())
-    assert sender_of(service) is None
+    assert sender_of(service, None) is None
     assert [one.event for one in service.log.at("warning")] == ["weights go by files"]
 
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from kbrl_async.errors import InfraError
-from kbrl_async.weights.direct import Line, Meeting, Sender, TensorEntry, TransferGroup, TransferOffer, buckets
+from kbrl_async.weights.direct import Line, Sender
+from kbrl_async.weights.groups import Incoming, Meeting, TensorEntry, TransferOffer, buckets
 from protocols.records import PolicyVersion
 
 CPU = torch.device("cpu")
@@ -58,13 +59,13 @@ class Sampler:
         self.line = Line(meeting, name, workers, wait_s)
         self._pool = ThreadPoolExecutor(workers)
         link, size = self.line.link, 1 + workers
-        self.groups = list(self._pool.map(lambda r: TransferGroup(meeting, link, r, size, CPU, wait_s), range(1, size)))
+        self.groups = list(self._pool.map(lambda r: Incoming(meeting, link, r, size, CPU, wait_s), range(1, size)))
 
     def take(self) -> list[tuple[TransferOffer, dict[str, torch.Tensor]]]:
         """What each worker got."""
         offer = self.line.ask()
 
-        def of(group: TransferGroup) -> tuple[TransferOffer, dict[str, torch.Tensor]]:
+        def of(group: Incoming) -> tuple[TransferOffer, dict[str, torch.Tensor]]:
             return offer, {name: tensor.clone() for name, tensor in group.tensors(offer.index)}
 
         return list(self._pool.map(of, self.groups))
@@ -145,7 +146,7 @@ def test_a_sampler_that_does_not_go_on_costs_its_own_link_and_the_others_nothing
 
 def killed_in_transfer(meeting: Meeting) -> None:
     line = Line(meeting, "sampler.1", 1, PATIENCE_S)
-    group = TransferGroup(meeting, line.link, 1, 2, CPU, PATIENCE_S)  # dropped, it would close while it is greeted
+    group = Incoming(meeting, line.link, 1, 2, CPU, PATIENCE_S)  # dropped, it would close while it is greeted
     line.ask()
     assert group
     os.kill(os.getpid(), signal.SIGKILL)

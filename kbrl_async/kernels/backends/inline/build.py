@@ -69,9 +69,11 @@ _MAX_FAST_TEXT = 1 << 20
 _FAST_FACTOR, _FULL_FACTOR = 3.0, 30.0
 """How much longer than one unit of C it may take."""
 _FULL_MEMORY_FACTOR = 4
+_NAMES_A_DEVICE = r"\"(cuda|cpu|meta)[\":]|\.(toString|str|name)\s*\("
 # What the full headers bring along: included by the fast way only where the text uses it, for each costs its time.
 _STANDARD = {
     "algorithm": r"std::(sort|(min|max)_element|fill|copy|transform|swap|reverse|find|clamp|(any|all)_of|min|max)\b",
+    "iterator": r"std::(back_inserter|distance|advance|next|prev|\w+_iterator)\b",
     "numeric": r"std::(accumulate|iota|inner_product)\b",
     "functional": r"std::(function|plus|multiplies|less|greater|hash|bind)\b",
     "memory": r"std::(unique_ptr|shared_ptr|make_unique|make_shared)\b",
@@ -81,10 +83,13 @@ _STANDARD = {
     "set": r"std::set\b",
     "mutex": r"std::(mutex|lock_guard|unique_lock|once_flag|call_once)\b",
     "atomic": r"std::atomic",
-    "iostream": r"std::(cout|cerr|endl)\b",
+    "string": r"std::(string|to_string|sto[a-z]+|getline)\b|" + _NAMES_A_DEVICE,
+    "string_view": r"\bstring_view\b",
+    "iostream": r"std::(cout|cerr|clog|endl)\b",
+    "sstream": r"std::\w*stream\b|operator\s*<<|\b(c10|at|torch)::str\b",
     "random": r"std::mt19937",
     "complex": r"std::complex\b",
-    "stdexcept": r"std::\w+_error\b",
+    "stdexcept": r"std::(\w+_error|invalid_argument|out_of_range)\b",
     "cassert": r"\bassert\s*\(",
     "cfloat": r"\b(FLT|DBL)_\w+",
     "climits": r"\b(INT|LONG|UINT)_(MAX|MIN)\b",
@@ -92,7 +97,16 @@ _STANDARD = {
     "cstdlib": r"\b(malloc|free|getenv|std::abort)\s*\(",
 }
 _STANDARD_PATTERNS = {name: re.compile(pattern) for name, pattern in _STANDARD.items()}
-_DEVICE_TYPES = {
+_DEFINES = {
+    "string": "-DKBRL_STRING",
+    "string_view": "-DKBRL_VIEW",
+    "iostream": "-DKBRL_STREAMS",
+    "sstream": "-DKBRL_STREAMS",
+    "stdexcept": "-DKBRL_STRING",
+}
+"""What of the stand-in headers needs the same one: <string> alone is a quarter of a compilation."""
+_NAMED = {
+    "-DKBRL_PYTHON": re.compile(r"\bpy(bind11)?\s*::|PYBIND11|wrap_pybind|\bPy[A-Z_]|\bTHP"),
     "-DKBRL_FP16": re.compile(r"\bhalf2?\b|__half|__float2half|cuda_fp16|__h[a-z]+2?\s*\("),
     "-DKBRL_BF16": re.compile(r"bfloat16|bfloat162|cuda_bf16"),
 }
@@ -165,10 +179,13 @@ class Build:
 
     def _prepare_slim(self, text: str, place: Path) -> list[str]:
         bare = _COMMENT.sub(" ", text)
-        (place / "kbrl_ops.h").write_text(_headers(self._tools.include).declare(bare).text())
+        operators = _headers(self._tools.include).declare(bare).text()
+        (place / "kbrl_ops.h").write_text(operators)
         needed = [name for name, pattern in _STANDARD_PATTERNS.items() if pattern.search(bare)]
+        needed += ["string_view"] if "string_view" in operators else []
         (place / "kbrl_std.h").write_text("".join(f"#include <{name}>\n" for name in needed))
-        defines = [define for define, pattern in _DEVICE_TYPES.items() if pattern.search(bare)]
+        defines = list(dict.fromkeys(_DEFINES[name] for name in needed if name in _DEFINES))
+        defines += [define for define, pattern in _NAMED.items() if pattern.search(bare)]
         if "cublas" in bare and (self._tools.cuda / "include" / "cublas_v2.h").exists():
             defines.append("-DKBRL_CUBLAS")
         return ["-I.", "-include", "kbrl_std.h", *defines]

@@ -65,15 +65,14 @@ class Toolchain(msgspec.Struct, frozen=True, dict=True):
     def slim_defines(self) -> list[str] | None:
         """What the stand-in headers must know of this torch; None where they do not fit it."""
         python_variable = _text(self.include / "torch" / "csrc" / "autograd" / "python_variable.h")
-        refcounts = _text(self.include / "c10" / "util" / "intrusive_ptr.h")
+        shim = _text(self.include / "torch" / "csrc" / "inductor" / "aoti_torch" / "c" / "shim.h")
         is_plain = re.search(
             r"struct THPVariable \{\s*PyObject_HEAD\s*(//[^\n]*\s*)*at::Tensor cdata;", python_variable
         )
-        if not is_plain or "class intrusive_ptr_target" not in refcounts or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        if not is_plain or "aoti_torch_new_tensor_handle" not in shim or sysconfig.get_config_var("Py_GIL_DISABLED"):
             return None
         blas = _text(self.include / "ATen" / "cuda" / "CUDAContextLight.h")
-        defines = ["-DKBRL_BLAS_SETUP"] if "getCurrentCUDABlasHandle(bool" in blas else []
-        return [*defines, *(["-DKBRL_COUNTS_WRAPPERS"] if "can_have_pyobject" in refcounts else [])]
+        return ["-DKBRL_BLAS_SETUP"] if "getCurrentCUDABlasHandle(bool" in blas else []
 
     def includes(self, is_slim: bool, with_cuda: bool) -> list[str]:
         full = [self.include / "torch" / "csrc" / "api" / "include"]

@@ -70,7 +70,7 @@ def _run(order: RecordOrder) -> None:
             given = [item.cuda() if isinstance(item, torch.Tensor) else item for item in given]
         model(*given)
 
-    cases.each(order.problem, run)
+    cases.each(order.problem, candidate, run)
 
 
 def _where(error: BaseException) -> str:

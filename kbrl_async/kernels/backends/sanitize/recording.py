@@ -61,7 +61,7 @@ def loaded(task: SanitizeTask) -> Callable[[], None]:
     torch.set_grad_enabled(False)
     prepare(task.backend, task.artifacts, task.device.partition(":")[0])
     candidate = contract.load("candidate", task.candidate, folder=task.folder)
-    return functools.partial(cases.each, task.problem, functools.partial(_run, task, candidate))
+    return functools.partial(cases.each, task.problem, candidate, functools.partial(_run, task, candidate))
 
 
 def _run(task: SanitizeTask, candidate: types.ModuleType, problem: types.ModuleType) -> None:

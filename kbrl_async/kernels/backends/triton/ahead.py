@@ -137,7 +137,7 @@ def _run(order: TritonOrder) -> None:
         model(*inputs)
 
     # Sizes that are one, odd or multiples of 16 are kernels of their own.
-    cases.each(order.problem, run)
+    cases.each(order.problem, candidate, run)
 
 
 def _compile_instead_of_launch(budget: TuningBudget) -> None:

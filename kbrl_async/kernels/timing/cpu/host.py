@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -25,11 +26,6 @@ def hardware() -> str:
     """Model name and core count from /proc/cpuinfo."""
     names = _cpuinfo("model name") or [platform.processor() or platform.machine()]
     return f"{names[0]} × {os.cpu_count()}"
-
-
-def hardware_of(device: str) -> str:
-    """The name of the processor or the GPU that `device` (`"cpu"`, `"cuda:N"`) is."""
-    return hardware() if device == "cpu" else str(torch.cuda.get_device_name(torch.device(device)))
 
 
 def clock_mhz(core: int) -> float | None:
@@ -48,10 +44,20 @@ def _cpuinfo(key: str) -> list[str]:
 
 def l2_bytes(default: int = 1 << 20) -> int:
     """Size of the first core's L2 cache."""
+    return _size_in(_CACHES / "index2" / "size") or default
+
+
+def llc_bytes(default: int = 32 << 20) -> int:
+    """Size of the first core's last-level cache."""
+    return max(map(_size_in, _CACHES.glob("index*/size")), default=default)
+
+
+def _size_in(path: Path) -> int:
+    """As sysfs writes it; 0 where there is none."""
     try:
-        text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
+        text = path.read_text().strip()
     except OSError:
-        return default
+        return 0
     units = {"K": 1 << 10, "M": 1 << 20}
     return int(text[:-1]) * units[text[-1]] if text[-1:] in units else int(text)
 

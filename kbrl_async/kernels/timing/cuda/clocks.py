@@ -174,15 +174,10 @@ class ClockLock:
 
 @contextlib.contextmanager
 def held(mode: str, device: str, folder: Path, *, factory: str = DRIVER) -> Iterator[int | None]:
-    """What a bench enters for its life: the locked clock in MHz, or None where nothing is changed (`"observe"`).
-
-    `folder`: `locks` in the run's folder, which its nannies look into.
-    """
+    """See `TimedDevice.held_clocks`."""
     if mode != "lock":
         yield None
         return
-    if not device.startswith("cuda"):
-        raise ConfigError("timing_bench.clocks=lock is for a GPU, and this bench has none", "Set clocks=observe")
     # NVML counts the GPUs of the host, CUDA those that are visible.
     with ClockLock(physical_index(device, os.environ), folder, torch_work(device), factory=factory) as lock:
         yield lock.mhz

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kbrl_async.kernels.backends import preloads
 from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.verify.cpu.own_kernels import OwnKernels
 from kbrl_async.kernels.verify.cpu.stopwatch import Stopwatch
 from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
@@ -60,6 +61,9 @@ class CpuDevice(Device):
         self, checker: Checker, twin: Session, options: BenchOptions, rng: random.Random, tick: Tick
     ) -> Stopwatch:
         return Stopwatch(checker, twin, options, rng, tick)
+
+    def prove_last(self, checker: Checker) -> None:
+        OwnKernels(checker).prove()
 
     def ended(self, fault: CandidateFault, pid: int, zygote: Zygote) -> None:
         if fault.kind in _KILLED:

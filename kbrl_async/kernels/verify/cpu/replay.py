@@ -26,11 +26,11 @@ from kbrl_async.kernels.sandbox import Limits, Zygote
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cpu import program, statics
 from kbrl_async.kernels.verify.cpu.program import CpuProgram
+from kbrl_async.kernels.verify.input_set import InputSet, place
 from kbrl_async.kernels.verify.memory import memory_file, seal, seal_size
 from kbrl_async.kernels.verify.options import BenchOptions
 from kbrl_async.kernels.verify.replies import Malformed
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Session, no_meter
-from kbrl_async.kernels.verify.sets import InputSet, place
 
 _RUNS = (wire.OP_RUN, wire.OP_TRACE, wire.OP_MUTED, wire.OP_BURST)
 _MOST_WRITTEN = 256 << 20

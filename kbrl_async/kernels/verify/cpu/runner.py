@@ -22,6 +22,7 @@ from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
 from kbrl_async.kernels.verify import configs, values, wire
 from kbrl_async.kernels.verify.cpu import program, tape, trace
+from kbrl_async.kernels.verify.memory import content_of
 from kbrl_async.kernels.verify.replies import Malformed
 
 _FILE = "candidate.py"
@@ -102,7 +103,7 @@ class Runner:
     def _read(self, metas: list[wire.TensorMeta]) -> list[torch.Tensor]:
         if not metas:
             return []
-        data = bytearray(os.pread(self.fds[0], os.fstat(self.fds[0]).st_size, 0))
+        data = content_of(self.fds[0])
         return [values.view(data, meta) for meta in metas]
 
     def _take_weights(self, setup: wire.Setup) -> None:

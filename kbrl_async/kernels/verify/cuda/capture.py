@@ -60,6 +60,18 @@ class Flush:
     def node(self, graph: int) -> int:
         return self._driver.add_memset(graph, None, self.buffer.data_ptr(), self.buffer.numel(), 1)
 
+    def chained(self, events: tuple[int, int], graphs: list[int]) -> int:
+        """What is launched to time these one after the other, between two events, behind a flush."""
+        driver, (begin, end) = self._driver, events
+        whole = driver.graph()
+        last = driver.add_event(whole, self.node(whole), begin)
+        for graph in graphs:
+            last = driver.add_child(whole, last, graph)
+        driver.add_event(whole, last, end)
+        made = driver.instantiate(whole)
+        driver.call("cuGraphDestroy", whole)
+        return made
+
 
 class CapturedForwards:
     """Graphs of `forward(k)` for every slot k < `count`. `NoGraph` where that can't be."""
@@ -76,8 +88,8 @@ class CapturedForwards:
         """Nodes of slot 0 by kernel name."""
         for graph in self._captured:
             self._look_at(graph.raw_cuda_graph(), is_first=graph is self._captured[0])
-        self._timed = self._chain([graph.raw_cuda_graph() for graph in self._captured])
-        self._empty = self._chain([])
+        self._timed = self._flush.chained(self._events, [graph.raw_cuda_graph() for graph in self._captured])
+        self._empty = self._flush.chained(self._events, [])
 
     def _capture(self, forward: Callable[[int], list[torch.Tensor]], count: int) -> None:
         with torch.cuda.stream(self._stream):
@@ -106,17 +118,6 @@ class CapturedForwards:
                 raise NoGraph("a kernel asks for lines that persist in L2")
             if kind == KERNEL and is_first:
                 self.kernels.setdefault(self._driver.kernel_name(node), []).append(node)
-
-    def _chain(self, graphs: list[int]) -> int:
-        driver, (begin, end) = self._driver, self._events
-        whole = driver.graph()
-        last = driver.add_event(whole, self._flush.node(whole), begin)
-        for graph in graphs:
-            last = driver.add_child(whole, last, graph)
-        driver.add_event(whole, last, end)
-        made = driver.instantiate(whole)
-        driver.call("cuGraphDestroy", whole)
-        return made
 
     def close(self) -> None:
         for graph in (self._timed, self._empty):

@@ -218,9 +218,9 @@ class CudaDevice(Device):
         """Bytes in which candidates are recorded and replayed."""
         return 0 if self.replays is None else self.replays.device_bytes
 
-    def give_way(self, tick: Tick) -> None:
+    def give_way(self, tick: Tick, is_last: bool = False) -> None:
         self.give_back()
-        self.wait_for(0, tick)
+        self.wait_for(self.reservations.total if is_last and self.reservations is not None else 0, tick)
         self._has_given_way = True
 
     def wait_for(self, size: int, tick: Tick) -> None:
@@ -244,7 +244,7 @@ class CudaDevice(Device):
             return True
         held = max(kept, reservations.held - self._arenas)
         if reservations.is_concern(held + self._arenas) and (others := reservations.others):
-            is_asked = held > self.kept_share * reservations.total or any(other.wanted for other in others)
+            is_asked = held > self.kept_share * reservations.whole or any(other.wanted for other in others)
             if kept and is_asked:
                 return False
             if is_asked:

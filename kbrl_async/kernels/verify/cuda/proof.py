@@ -8,8 +8,13 @@ the outputs.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
-from kbrl_async.kernels.verify.proof import Finding
+import torch
+
+from kbrl_async.kernels.verify import wire
+from kbrl_async.kernels.verify.proof import Finding, of_muted
 
 _DEFINITIONS = re.compile(r"__global__[^;{}]*?\b(\w+)\s*\(|^\s*def\s+(\w+)\s*\(", re.MULTILINE)
 _NOISE = re.compile(r"//[^\n]*|/\*.*?\*/|__launch_bounds__\s*\([^()]*\)|__cluster_dims__\s*\([^()]*\)", re.DOTALL)
@@ -70,6 +75,32 @@ def of_share(names: dict[str, int], own: list[str], whole_ns: float, left_ns: fl
         return None
     text = f"own kernels take {100 * share:.1f} % of the GPU time: the library does the work"
     return Finding("decoy_kernel", text, evidence(names, own, share))
+
+
+class LeavesOut(Protocol):
+    """What is replayed, as far as its own kernels can be left out."""
+
+    def is_whole_without_own(self, slot: int, deadline_s: float) -> bool: ...
+
+
+def of_other_slots(
+    session: LeavesOut,
+    slots: Iterable[int],
+    deadline_s: float,
+    drawn: Callable[[int], list[torch.Tensor]],
+    found_without: Callable[[list[torch.Tensor], int], tuple[bool, str]],
+) -> Finding | None:
+    """Whether own kernels are needed over these slots, too. `drawn` puts new inputs there and says what is expected of
+    them; `found_without` whether that came about without own kernels, or in which operator's result it lies.
+    """
+    for slot in slots:
+        expected = drawn(slot)
+        if not session.is_whole_without_own(slot, deadline_s):
+            return None  # it would be so over each of them, and every time it costs a process
+        is_right, answered = found_without(expected, slot)
+        if (found := of_muted(wire.Trace(answered=answered), is_right)) is not None:
+            return found
+    return None
 
 
 def own_share(whole_ns: float, left_ns: float) -> float:

@@ -18,13 +18,12 @@ import importlib
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import torch
 
-from kbrl_async.kernels.cuda_driver import CudaError, driver
+from kbrl_async.kernels.cuda_driver import driver
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation, gpu
 from kbrl_async.kernels.verify import configs, replies, values, wire
@@ -32,6 +31,7 @@ from kbrl_async.kernels.verify.cpu import runner
 from kbrl_async.kernels.verify.cuda import drawing, own_graphs
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.capture import CapturedForwards, Flush
+from kbrl_async.kernels.verify.cuda.telling import begin_gradients, device_failure, telling
 from kbrl_async.kernels.verify.memory import whole
 
 
@@ -48,25 +48,9 @@ def preload() -> None:
 
 
 preload()
-_ILLEGAL = (
-    "illegal memory access",
-    "misaligned address",
-    "illegal instruction",
-    "invalid program counter",
-    "unspecified launch failure",
-    "hardware stack error",
-    "invalid address space",
-    "CUDA_ERROR_ILLEGAL",
-    "CUDA_ERROR_MISALIGNED",
-    "CUDA_ERROR_LAUNCH_FAILED",
-    "CUDA_ERROR_HARDWARE_STACK",
-    "CUDA_ERROR_INVALID_PC",
-)
-_NO_MEMORY = ("out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED")
 _MAX_FDS = 128
 _AHEAD = 8
 """Flushes before an ordinary forward: some 0.3 ms in which its Python gets ahead of the GPU."""
-_ASSERTED = ("device-side assert", "CUDA_ERROR_ASSERT")
 
 
 def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
@@ -101,24 +85,6 @@ def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isol
         setup = None
         del made
         _forget()
-
-
-@contextlib.contextmanager
-def telling(channel: socket.socket) -> Iterator[None]:
-    """Around the start of a child of ours: nobody sees its traceback, and nothing that it was asked to run has run."""
-    try:
-        yield
-    except BaseException as error:
-        channel.send(wire.encode(device_failure(error)))
-        raise
-
-
-def begin_gradients() -> None:
-    """The first backward of a process makes torch's threads for the GPUs, and later none can be made. Where that fails,
-    only problems that ask for gradients do.
-    """
-    with contextlib.suppress(RuntimeError), torch.enable_grad():
-        torch.ones(1, requires_grad=True).exp().backward()  # type: ignore[no-untyped-call]
 
 
 def _warm_up(device: torch.device) -> None:
@@ -425,24 +391,3 @@ class CudaRunner(runner.Runner):
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """Only its shape and dtype are looked at."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def device_failure(error: BaseException) -> wire.Failed:
-    """What ended a call on a GPU."""
-    failed = runner.failure(error)
-    text = failed.text
-    if isinstance(error, torch.OutOfMemoryError) or any(words in text for words in _NO_MEMORY):
-        return wire.Failed("out_of_memory", _short(text))
-    if any(words in text for words in _ILLEGAL):
-        return wire.Failed("illegal_access", _short(text))
-    if any(words in text for words in _ASSERTED) or isinstance(error, CudaError):
-        return wire.Failed("runtime_error", _short(text))
-    return failed
-
-
-def _short(text: str) -> str:
-    """Without the advice on environment variables that nobody can set here."""
-    kept = [
-        line for line in text.splitlines() if not line.startswith(("CUDA kernel errors", "For debugging", "Compile"))
-    ]
-    return "\n".join(kept)

@@ -87,8 +87,10 @@ class TimedSide(Judged, Protocol):
         ...
 
     def own_kernels(self, source: str) -> list[str]: ...
-    def muted(self, kernels: list[str], deadline_s: float, renew: Callable[[], None]) -> tuple[float, float]: ...
-    def answered(self, is_answer: Callable[[torch.Tensor], bool]) -> str: ...
+    def muted(
+        self, kernels: list[str], deadline_s: float, renew: Callable[[], None], slot: int = 0
+    ) -> tuple[float, float]: ...
+    def answered(self, is_answer: Callable[[torch.Tensor], bool], slot: int = 0) -> str: ...
 
 
 class CudaSession(Session):
@@ -339,14 +341,17 @@ class CudaSession(Session):
         """Those of the captured kernels that are the candidate's, by their names."""
         return [] if self.captured is None else cuda_proof.own_kernels(list(self.captured.kernels), source)
 
-    def answered(self, is_answer: Callable[[torch.Tensor], bool]) -> str:
+    def answered(self, is_answer: Callable[[torch.Tensor], bool], slot: int = 0) -> str:
         """Nobody sees the results of its operators."""
         return ""
 
-    def muted(self, kernels: list[str], deadline_s: float, renew: Callable[[], None]) -> tuple[float, float]:
-        """Nanoseconds of a forward over slot 0, and of one without these kernels, whose outputs lie in slot 0. All of
-        it is one order to the child, so that nothing is renewed.
+    def muted(
+        self, kernels: list[str], deadline_s: float, renew: Callable[[], None], slot: int = 0
+    ) -> tuple[float, float]:
+        """Nanoseconds of a forward over slot 0, the only one here, and of one without these kernels, whose outputs lie
+        there. All of it is one order to the child, so that nothing is renewed.
         """
+        assert slot == 0
         nonce = secrets.randbits(63)
         told = self._answered(wire.Timed, wire.encode(wire.Mute(nonce, kernels)), nonce, deadline_s)[1]
         return told.elapsed_ns, told.empty_ns

@@ -103,6 +103,27 @@ def test_an_access_that_a_right_answer_hides_is_found(sanitize: Sanitize, line: 
     assert "/tmp" not in finding.evidence
 
 
+def test_the_kernel_of_a_backward_is_run_too(tmp_path: Path) -> None:
+    source = BODY + "  if (scale < 0) y[rows * cols] = 0;\n}\n"
+    with_backward = CANDIDATE.replace("C_SOURCE", HEAD + source).replace(
+        "    def forward(self, x):\n        y = torch.empty_like(x)\n"
+        "        self.f(x, self.weight, y, x.shape[0], x.shape[1], 1.0)\n        return y\n",
+        "    def forward(self, x):\n        return Scaled.apply(x, self.weight, self.f)\n\n"
+        "class Scaled(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x, weight, f):\n"
+        "        ctx.f, ctx.weight = f, weight\n        y = torch.empty_like(x)\n"
+        "        f(x, weight, y, x.shape[0], x.shape[1], 1.0)\n        return y\n\n    @staticmethod\n"
+        "    def backward(ctx, g):\n        d = torch.empty_like(g)\n"
+        "        ctx.f(g.contiguous(), ctx.weight, d, g.shape[0], g.shape[1], -1.0)\n        return d, None, None\n",
+    )
+    problem = Problem("L5/01_x", 5, "x", PROBLEM + '\nBACKWARD = "inputs"\n')
+    store = ArtifactStore(tmp_path)
+    with Builder(store) as builder, Sanitizer(store) as sanitizer:
+        report = builder.build(Candidate(with_backward, "c"), problem)
+        paths = {key: path for key, address in report.artifacts.items() if (path := store.path(address)) is not None}
+        found = sanitizer.run(problem, Candidate(with_backward, "c"), paths)
+    assert [finding.rule for finding in found.findings] == ["sanitizer:heap-buffer-overflow"], found
+
+
 UNDEFINED = {
     "signed-integer-overflow": "volatile int big = 2147483647; big = big + cols;",
     "misaligned-access": "*(volatile int *)((char *)y + 1) = 0; y[0] = 0;",

@@ -124,6 +124,65 @@ def test_what_is_launched_decides_what_is_compiled(builder: Builder) -> None:
     assert set(files_of(builder, aligned)) != set(files_of(builder, shifted))
 
 
+GRADIENTS = """
+import torch
+import torch.nn as nn
+class Model(nn.Module):
+    def forward(self, x):
+        return torch.tanh(x)
+BACKWARD = "inputs"
+WORKLOADS = [{"shape": {"rows": 64}}, {"shape": {"rows": 63}}]
+def get_inputs(rows=64):
+    return [torch.randn(rows, 33)]
+def get_init_inputs():
+    return []
+"""
+WITH_BACKWARD = """
+import torch
+import torch.nn as nn
+import triton
+import triton.language as tl
+
+@triton.jit
+def go(x, y, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.extra.cuda.libdevice.tanh(tl.load(x + at, mask=at < n)), mask=at < n)
+
+@triton.jit
+def back(y, g, d, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(y + at, mask=at < n)
+    tl.store(d + at, tl.load(g + at, mask=at < n) * (1 - value * value), mask=at < n)
+
+class Tanh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.empty_like(x)
+        go[(triton.cdiv(x.numel(), 256),)](x, y, x.numel(), BLOCK=256)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,), g = ctx.saved_tensors, g.contiguous()
+        d = torch.empty_like(g)
+        back[(triton.cdiv(g.numel(), 256),)](y, g, d, g.numel(), BLOCK=256)
+        return d
+
+class ModelNew(nn.Module):
+    def forward(self, x):
+        return Tanh.apply(x)
+"""
+
+
+def test_kernels_of_a_backward_are_compiled_where_gradients_are_asked_for(builder: Builder) -> None:
+    """What is first compiled on the bench is none that was built, and can't be replayed."""
+    report = builder.build(Candidate(WITH_BACKWARD, "triton"), Problem("L5/01_x", 5, "x", GRADIENTS))
+    assert (report.fault, report.kernels, report.hint) == (Fault.OK, ["back", "go"], "")
+    cubins = [name for name in files_of(builder, report) if name.endswith("cubin")]
+    assert len(cubins) == 4, "each for two sizes, one a multiple of 16"
+
+
 TUNED = """
 CONFIGS = [triton.Config({"BLOCK": size}, num_warps=warps) for size in (128, 256, 2048) for warps in (1, 4)]
 

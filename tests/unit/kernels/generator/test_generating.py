@@ -6,6 +6,7 @@ import functools
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from kbrl_async.kernels.generator.draft import ProblemDraft
 from kbrl_async.kernels.generator.generating import HELDOUT_SHARE, GeneratedProblem, chain_of
 from kbrl_async.kernels.generator.operators import OPERATORS
 from kbrl_async.kernels.problems import load_problems
+from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.kernels.problems.writing import render_problem
 
 COUNT = 12
@@ -119,6 +121,59 @@ def test_a_step_and_an_input_that_do_not_matter_are_found() -> None:
     assert checking.check(problem("x + 0.0 * y", two, "x, y"), []) == "an input does not matter"
     shortened = [("abs", problem("x * x"))]
     assert checking.check(problem("(x * x).abs()"), shortened) == "abs changes nothing"
+
+
+def test_every_workload_has_to_tell_right_from_wrong() -> None:
+    rows = 'WORKLOADS = [{{"shape": {{"scale": 1.0}}}}, {{"shape": {{"scale": {second}}}}}]\n'
+    one = problem("x * 2.0 + 0.5 * x", "scale * torch.randn(64, 64)")
+    several = one.replace("get_inputs()", "get_inputs(scale=1.0)")
+    assert checking.check(several + rows.format(second=0.25), []) == ""
+    assert "too small" in checking.check(several + rows.format(second=1e-9), [])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_has_to_tell_at_its_own_tolerance(dtype: str) -> None:
+    declared = f'DTYPE = "{dtype}"\n'
+    assert checking.check(problem("x * 2.0 + 1.0") + declared, []) == ""
+    narrow = problem("torch.sigmoid(x * 0.01)")
+    assert checking.check(narrow, []) == ""
+    assert "would pass" in checking.check(narrow + declared, [])
+
+
+def test_some_have_several_workloads_or_half_precision_and_the_files_say_so(tmp_path: Path) -> None:
+    some = [one for one in (generating.one(7, n, (0.0, 0.6)) for n in range(40)) if not one.reason]
+    write_folder(tmp_path / "out", some)
+    found = load_problems(str(tmp_path / "out"))
+    read = [declared(problem.source, problem.problem_id) for problem in found]
+    several = [(problem, said) for problem, said in zip(found, read, strict=True) if said.workloads]
+    assert 0.1 < len(several) / len(some) < 0.6
+    assert {said.dtype for said in read} == {"", "bfloat16", "float16"}
+    for one, said in several:
+        shapes = [checking.CheckedModule(text).draw(1)[0].shape for text in checking.texts_of(one.source)]
+        assert len(set(shapes)) == len(said.workloads) > 1
+        assert max(shapes) == shapes[0], "the first one, with all input sets, is the largest"
+
+
+def test_what_is_sound_with_one_workload_alone_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = next(n for n in range(100) if "WORKLOADS" in generating.one(7, n, (0.0, 0.3)).source)
+    check = checking.check
+    monkeypatch.setattr(
+        checking, "check", lambda source, short: "no" if "WORKLOADS" in source else check(source, short)
+    )
+    one = generating.one(7, number, (0.0, 0.3))
+    assert (one.reason, "WORKLOADS" in one.source) == ("", False)
+
+
+def test_more_bytes_are_harder() -> None:
+    def softmax(cpu: int) -> float:
+        draft = ProblemDraft(random.Random(1), "rows")
+        draft.gpu_elements = 0
+        draft.dims = [draft.dims[0], msgspec.structs.replace(draft.dims[1], gpu=cpu)]
+        draft.take("softmax")
+        OPERATORS["softmax"].write(draft)
+        return drawing.difficulty_of(draft)
+
+    assert softmax(256) < softmax(1 << 15)
 
 
 def test_threads_are_as_before() -> None:

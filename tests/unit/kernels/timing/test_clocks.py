@@ -27,6 +27,7 @@ from kbrl_async.kernels.timing.cuda.clocks import (
     sustainable,
 )
 from kbrl_async.kernels.timing.cuda.nvml import is_rejected, opened, throttle_names
+from kbrl_async.kernels.timing.device import timed_device
 from kbrl_async.lineage import identity
 from services.runtime.nanny import Nanny
 from tests.unit.kernels.timing.fake_nvml import FACTORY, state
@@ -204,7 +205,7 @@ def test_a_gpu_without_a_number_is_not_locked(visible: str) -> None:
 def test_a_bench_that_observes_holds_nothing_and_one_without_a_gpu_can_not_lock(tmp_path: Path) -> None:
     with held("observe", "cuda:0", tmp_path, factory=FACTORY) as mhz:
         assert mhz is None
-    with pytest.raises(ConfigError, match="clocks=lock"), held("lock", "cpu", tmp_path, factory=FACTORY):
+    with pytest.raises(ConfigError, match="clocks=lock"), timed_device("cpu").held_clocks("lock", tmp_path):
         pass
     assert state()["calls"] == []
 

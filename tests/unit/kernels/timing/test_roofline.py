@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from kbrl_async.kernels.timing import roofline
+from kbrl_async.errors import ConfigError, UserError
+from kbrl_async.kernels.timing import device
+from kbrl_async.kernels.timing.baselines import wrapper
+from kbrl_async.kernels.timing.cpu.device import TimedCpu
+from kbrl_async.kernels.timing.cpu.host import llc_bytes
+from kbrl_async.kernels.timing.device import TimedDevice, hardware_of, timed_device
+from kbrl_async.kernels.timing.methods import Method
+from kbrl_async.kernels.timing.peaks import peaks, peaks_of
 from kbrl_async.kernels.timing.roofline import (
     Peaks,
     ReferenceWork,
     better,
     count,
     count_source,
-    cpu_peaks,
     evidence,
     floor_ms,
     fraction,
     is_impossible,
-    llc_bytes,
-    peaks,
-    peaks_of,
     size_of,
 )
 
@@ -135,15 +140,44 @@ def test_measured_peaks_are_kept_with_those_from_before(tmp_path: Path) -> None:
 
 
 def test_a_device_without_room_has_no_peaks_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: str) -> Peaks:
+    def full(*_: object) -> float:
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(roofline, "cuda_peaks", full)
+    monkeypatch.setattr(TimedDevice, "copy_gbs", full)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     assert peaks_of("cuda:1", tmp_path, "chip", again=True) is None
 
 
 def test_this_core_has_peaks() -> None:
     assert llc_bytes() >= 1 << 16
-    found = cpu_peaks("here", cache_bytes=1 << 20, budget_s=0.01)
+    found = TimedCpu("cpu").peaks("here", cache_bytes=1 << 20, budget_s=0.01)
     assert min(found.memory_gbs, found.cache_gbs, found.fp32_gflops) > 0.1
+
+
+class Abacus(TimedDevice):
+    """A third kind of device: a module in a folder of its own, and a line in the table."""
+
+    def hardware(self) -> str:
+        return f"abacus of {self.name.partition(':')[2]} rods"
+
+    def peaks(self, hardware: str, budget_s: float = 0.0) -> Peaks:
+        return Peaks(hardware, 1e-9, 1e-9, 1, 1e-9)
+
+    def methods(self) -> dict[str, Method]:
+        return {"by hand": lambda function, budget_s: 1e6}
+
+    def library_runner(self, library: str) -> str:
+        return f"Rods({library!r})"
+
+
+def test_a_third_kind_of_device_is_a_third_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "KINDS", {"abacus": f"{__name__}:Abacus"})
+    monkeypatch.setitem(sys.modules, __name__, types.SimpleNamespace(Abacus=Abacus))
+    found = peaks_of("abacus:13", tmp_path, hardware_of("abacus:13"))
+    assert found is not None
+    assert (found.hardware, found.memory_gbs) == ("abacus of 13 rods", 1e-9)
+    assert "_aoti.Rods('p.so')" in wrapper("", "p.so", device="abacus:13")
+    with pytest.raises(ConfigError, match="clocks=lock"):
+        timed_device("abacus:13").held_clocks("lock", tmp_path)
+    with pytest.raises(UserError, match="is no device"):
+        timed_device("cuda:0")

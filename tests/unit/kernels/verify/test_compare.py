@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from kbrl_async.kernels.verify import compare
 from kbrl_async.kernels.verify.compare import Tolerance, difference, kernelbench, output_scale, same_values, tolerance
 from kbrl_async.kernels.verify.inputs import KINDS, Kind, attempts, is_continuous, kinds_for, moved, vary
-from kbrl_async.kernels.verify.layouts import is_answer
+from kbrl_async.kernels.verify.layouts import are_answer, is_answer
 
 STRICT = Tolerance(1e-4, 1e-4)
 
@@ -232,8 +233,32 @@ def test_a_large_output_is_compared_by_parts_with_the_same_result(
         (torch.zeros(8, dtype=torch.int64), torch.zeros(8), False),
         (torch.tensor([1.003, 2.0]), torch.tensor([1.003, 2.0]).to(torch.bfloat16), True),
         (torch.tensor([1.03, 2.0]), torch.tensor([1.003, 2.0]).to(torch.bfloat16), False),
+        (torch.tensor([[3, 1], [4, 1]]), torch.tensor([[3, 4], [1, 1]], dtype=torch.int32), True),
+        (torch.tensor([3, 1, 4, 2]), torch.tensor([3, 1, 4, 1]), False),
+        (torch.tensor([7, 7]), torch.tensor([7, 7]), False),
+        (torch.tensor([True, False]), torch.tensor([True, False]), True),
+        (torch.tensor([5, 0]), torch.tensor([True, False]), False),
     ],
-    ids=["a loss", "another one", "a count", "equal values", "rounded", "other values"],
+    ids=[
+        *("a loss", "another one", "a count", "equal values", "rounded", "other values"),
+        *("places, turned and narrower", "other places", "equal places", "a mask", "counts beside a mask"),
+    ],
 )
 def test_what_holds_the_answer(item: torch.Tensor, wanted: torch.Tensor, is_one: bool) -> None:
     assert is_answer(item, wanted) is is_one
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_one"),
+    [
+        (lambda w: [w[:2], w[2:]], True),
+        (lambda w: [w[:, :1], w[:, 1:4], w[:, 4:]], True),
+        (lambda w: [w.t()[:3], w.t()[3:]], True),
+        (lambda w: [w[:2], w[2:] + 1], False),
+        (lambda w: [w[:2], w[2:3]], False),
+    ],
+    ids=["rows", "columns", "turned", "one is wrong", "one is missing"],
+)
+def test_what_is_the_answer_in_parts(parts: Callable[[torch.Tensor], list[torch.Tensor]], is_one: bool) -> None:
+    wanted = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
+    assert are_answer(parts(wanted), wanted) is is_one

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import random
 import subprocess
 import sys
 import types
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
 from kbrl_async.kernels.cuda_driver import CudaError, Driver
+from kbrl_async.kernels.verify.compare import difference
 from kbrl_async.kernels.verify.cpu.trace import BEFORE
 from kbrl_async.kernels.verify.cuda import arena, capture, device
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.capture import CapturedForwards
+from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels, without_chance
 from kbrl_async.kernels.verify.cuda.reference import MAX_BATCH, plan
-from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, stretches_of
-from kbrl_async.kernels.verify.cuda.runner import begin_gradients
+from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
+from kbrl_async.kernels.verify.cuda.replay.stretches import stretches_of
 from kbrl_async.kernels.verify.cuda.session import place_outputs
-from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch, without_chance
+from kbrl_async.kernels.verify.cuda.sides import Sides
+from kbrl_async.kernels.verify.cuda.telling import begin_gradients
+from kbrl_async.kernels.verify.input_set import InputSet
+from kbrl_async.kernels.verify.known import Held
 from kbrl_async.kernels.verify.proof import Finding
+from kbrl_async.kernels.verify.tolerance import Tolerance
 from kbrl_async.kernels.verify.wire import Captured, TensorMeta, Trace
-from protocols.records import Candidate
+from protocols.records import Candidate, Fault
 
 GB = 1 << 30
 
@@ -140,12 +148,11 @@ def test_what_own_kernels_wrote_before_is_of_other_inputs_when_they_are_left_out
 def judged_by_share(lefts: list[float], wholes: list[float] | None = None) -> Finding | None:
     """Of a kernel whose forward takes 100 µs whole, and this without own kernels, each time that it is looked at."""
     wholes = wholes or [100_000.0] * len(lefts)
-    stopwatch = cast(Any, CudaStopwatch.__new__(CudaStopwatch))
-    stopwatch._candidate, stopwatch._checker = Mock(), Mock()
-    stopwatch._candidate.own_kernels.return_value = ["own"]
-    stopwatch._without = lambda own: (wholes.pop(0), lefts.pop(0), False, "")
-    captured = Captured(0, {"own": 1, "library": 1})
-    return cast("Finding | None", stopwatch._own_kernels(captured, Candidate("", "triton")))
+    sides = Mock()
+    sides.candidate.own_kernels.return_value = ["own"]
+    kernels = CapturedKernels(Mock(), sides)
+    with patch.object(kernels, "without", lambda own, slot: (wholes.pop(0), lefts.pop(0), False, "")):
+        return kernels.finding(Captured(0, {"own": 1, "library": 1}), Candidate("", "triton"))
 
 
 def test_times_that_others_made_longer_accuse_nobody() -> None:
@@ -155,6 +162,37 @@ def test_times_that_others_made_longer_accuse_nobody() -> None:
 
 def test_a_decoy_is_not_acquitted_by_what_others_add_to_one_of_many_looks() -> None:
     assert judged_by_share([99_900.0] * 9, [100_000.0, 103_000.0, 100_000.0, 130_000.0, *[101_500.0] * 5]) is not None
+
+
+def proven_backward(behind: tuple[int, ...] | None, is_right: bool) -> tuple[Finding | None, list[str]]:
+    """Of a replay whose gradients are right, or not, without these kernels, and what was done for it."""
+    sides, checker, done = Mock(nominal=Mock(degenerate=False), limit_s=1.0), Mock(), list[str]()
+    session = cast(Any, ReplaySession.__new__(ReplaySession))
+    session.secret_slots = lambda count, most: [5]
+    session.own_behind = lambda inputs, slot: behind if (list(inputs), slot) == ([1], 5) else None
+    session.without = lambda nodes, slot, deadline_s: done.append(f"without {nodes} of {slot}")
+    session.outputs = lambda *given: []
+    sides.candidate, sides.fill = session, lambda slots: done.append(f"drawn {slots}")
+    sides.reference.call.return_value.tensors = []
+    sides.differ.return_value.wrong = 0 if is_right else 3
+    checker.reference = Mock(tree=["L", [["T", 0], ["L", [["T", 1]]]]])
+    checker.reference.declared.backward = "all"
+    return CapturedKernels(checker, sides).of_backward(), done
+
+
+def test_gradients_that_are_right_without_own_kernels_of_the_backward_are_the_librarys() -> None:
+    found, done = proven_backward((2, 3), True)
+    assert done == ["drawn [5]", "without (2, 3) of 5"]
+    assert found is not None
+    assert (found.rule, found.fault) == ("decoy_kernel", Fault.CHEATING)
+    assert proven_backward((2, 3), False)[0] is None
+
+
+def test_a_backward_without_own_kernels_proves_nothing_and_accuses_nobody() -> None:
+    found, done = proven_backward((), True)
+    assert found is not None
+    assert (found.rule, found.fault, done) == ("no_own_kernel", Fault.UNPROVEN, [])
+    assert proven_backward(None, True) == (None, []), "what nobody is seen to read may go by a table of pointers"
 
 
 def test_what_an_earlier_call_left_is_no_answer_where_all_calls_have_the_same() -> None:
@@ -179,19 +217,50 @@ def test_parts_of_an_answer_that_lie_side_by_side_are_found_as_one() -> None:
 
 def test_inputs_that_a_forward_changes_are_drawn_again_before_it_runs_without_own_kernels() -> None:
     """Timed forwards have changed them; the answer then is another than the one that is expected."""
-    stopwatch, drawn = cast(Any, CudaStopwatch.__new__(CudaStopwatch)), list[str]()
+    sides, drawn = Mock(nominal=Mock(mutated=True, degenerate=False), limit_s=1.0), list[str]()
     session = cast(Any, ReplaySession.__new__(ReplaySession))
     session._host, session.poison = Mock(), lambda: None
-    session._least = lambda is_muted, deadline_s: drawn.append("timed") or 9.0
+    session._least = lambda slot, is_muted, deadline_s: drawn.append("timed") or 9.0
     session.run = lambda *given, **named: drawn.append("run")
-    session.outputs, session.answered = lambda *given: [], lambda is_answer: ""
+    session.outputs, session.answered = lambda *given: [], lambda *given: ""
     session._host.timed.return_value = 1.0
-    stopwatch._candidate, stopwatch._checker, stopwatch._limit_s = session, Mock(), 1.0
-    stopwatch._nominal = Mock(mutated=True, degenerate=False)
-    stopwatch._fill = lambda slots: drawn.append("drawn")
-    stopwatch._expected_of_slot_0 = list
-    stopwatch._without(["own"])
+    sides.candidate, sides.fill = session, lambda slots: drawn.append("drawn")
+    sides.reference.call.return_value.tensors = []
+    CapturedKernels(Mock(), sides).without(["own"], 2)
     assert drawn == ["drawn", "timed", "timed", "drawn", "run"]
+
+
+class Chain:
+    """A side whose forward doubles, or, from the second one of a timed run on, does so up to a limit."""
+
+    is_trusted, is_proven = True, False
+
+    def __init__(self, most: float) -> None:
+        self.slots = [[torch.zeros(4)] for _ in range(16)]
+        self._most, self._made = most, [torch.zeros(4)] * 16
+        self.poison = Mock()
+
+    def replay(self, times: int, deadline_s: float) -> None:
+        for number, (inputs,) in enumerate(self.slots):
+            self._made[number] = 2 * (inputs.clamp(max=self._most) if number else inputs)
+
+    def outputs(self, first: int, end: int) -> list[torch.Tensor]:
+        return [torch.stack(self._made[first:end])]
+
+
+@pytest.mark.parametrize(("spared", "is_found"), [(0, True), (3, False)])
+def test_a_timed_run_is_right_of_secret_sets_too(spared: int, is_found: bool) -> None:
+    """Else a kernel that counts its forwards need be right of such inputs alone as timed calls get."""
+    large = InputSet("large", Held([torch.full((4,), 9.0)], [torch.full((4,), 18.0)]), [Tolerance(1e-4, 1e-4)], False)
+    for most in (math.inf, 2.0):
+        sides = cast(Any, Sides.__new__(Sides))
+        sides.reference, sides.candidate = Chain(math.inf), Chain(most)
+        sides.batch, sides.limit_s, sides._rng = 16, 1.0, random.Random(1)
+        sides.nominal = Mock(mutated=False, tolerances=[Tolerance(1e-4, 1e-4)])
+        sides._checker = Mock(spared=spared, reference=Mock(sets=[large] * 10, keeps_sets=True))
+        sides._checker.compare = lambda got, wanted, allowed: difference(got[0], wanted[0], allowed[0])
+        sides.fill = lambda slots: None
+        assert sides._replays_rightly() is not (is_found and most == 2.0)
 
 
 class _Generator:

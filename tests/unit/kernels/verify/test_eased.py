@@ -14,6 +14,7 @@ from kbrl_async.kernels.problems import parse_problem
 from kbrl_async.kernels.sandbox import Limits, Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options, compare, sets
+from kbrl_async.kernels.verify.input_set import InputSet
 from kbrl_async.kernels.verify.tolerance import Tolerance, eased
 
 NORM = """
@@ -174,7 +175,7 @@ def test_what_only_a_variation_of_ours_tells_from_an_honest_kernel_is_wrong(zygo
     assert not found["mixed"]
 
 
-def is_wrong(input_set: sets.InputSet, got: torch.Tensor) -> bool:
+def is_wrong(input_set: InputSet, got: torch.Tensor) -> bool:
     return compare.difference(got, input_set.expected[0], input_set.tolerances[0]).wrong > 0
 
 

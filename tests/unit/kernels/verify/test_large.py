@@ -225,7 +225,7 @@ def test_what_others_plan_with_is_given_back_and_asked_for_again(
     assert next(iter(bench.references.kept.values())) is not first, "others had the memory: it is made anew"
     monkeypatch.setattr(DEVICE, "rest", lambda kept: not kept)
     judge(bench, RIGHT, compile_raw)
-    assert bench.references_kept == 0
+    assert len(bench.references) == 0
 
 
 def test_where_memory_has_come_back_new_sets_are_kept_and_candidates_timed(
@@ -262,14 +262,14 @@ def test_a_reference_that_fails_during_a_proof_proves_nothing(
 ) -> None:
     """A candidate that fails without its own kernels needs them; here nobody knows."""
     memory(20 * SIZE)
-    prove = Checker.prove
+    prove = CpuDevice.prove_last
 
-    def failing(self: Checker) -> None:
-        late = CandidateFault(Fault.TIMEOUT, "no result", by=self.reference.session)
+    def failing(self: CpuDevice, checker: Checker) -> None:
+        late = CandidateFault(Fault.TIMEOUT, "no result", by=checker.reference.session)
         monkeypatch.setattr(Reference, "ask", Mock(side_effect=late))
-        prove(self)
+        prove(self, checker)
 
-    monkeypatch.setattr(Checker, "prove", failing)
+    monkeypatch.setattr(CpuDevice, "prove_last", failing)
     options = bench_options(TimingBench(), call_floor_s=1.0, replay=replay)
     with (
         contextlib.closing(Bench(zygote, options, device=DEVICE)) as bench,

@@ -9,6 +9,7 @@ import os
 import random
 import socket
 import weakref
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -197,3 +198,37 @@ def test_a_message_of_any_length_arrives(size: int) -> None:
         assert found == data
         assert len(left) == 1
         os.close(left[0])
+
+
+def test_more_than_one_call_can_move_is_moved_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux moves less than 2 GiB at once: inputs of 3 GiB were an input outside of its file, outputs a forgery."""
+    data, most, real = bytes(range(256)) * 64, 5_000, os.preadv
+    fd = memory.memory_file("test")
+    os.write(fd, data)
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: real(file, [buffers[0][:most]], at))
+    assert bytes(memory.content_of(fd)) == data
+    os.close(fd)
+
+    calls: list[int] = []
+
+    def moves(pid: int, local: Any, _: int, remote: Any, *__: int) -> int:
+        mine, theirs = (ctypes.cast(one, ctypes.POINTER(memory._IoVec)).contents for one in (local, remote))
+        size = min(most, theirs.length)
+        ctypes.memmove(mine.base, theirs.base, size)
+        calls.append(size)
+        return size
+
+    monkeypatch.setattr(memory, "_libc", SimpleNamespace(process_vm_readv=moves))
+    source, target = ctypes.create_string_buffer(data, len(data)), ctypes.create_string_buffer(len(data))
+    assert memory.read_memory(0, ctypes.addressof(source), ctypes.addressof(target), len(data))
+    assert target.raw == data
+    assert calls == [5_000, 5_000, 5_000, 1_384]
+
+
+def test_a_file_that_became_shorter_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    fd = memory.memory_file("test")
+    os.write(fd, b"content")
+    monkeypatch.setattr(os, "preadv", lambda *given: 0)
+    with pytest.raises(ValueError, match="shorter"):
+        memory.content_of(fd)
+    os.close(fd)

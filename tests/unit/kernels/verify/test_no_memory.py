@@ -8,6 +8,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 
+from kbrl_async.errors import InfraError
 from kbrl_async.kernels import settings as sections
 from kbrl_async.kernels.sandbox import Limits
 from kbrl_async.kernels.verify import bench as module
@@ -19,6 +20,7 @@ from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory
 from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.options import bench_options, no_tick
+from kbrl_async.kernels.verify.session import CandidateFault
 from protocols.records import Candidate, Fault, Problem, Verdict
 
 PROBLEM = Problem("L1/01_add", 1, "add", "")
@@ -35,13 +37,13 @@ class _Alone(Device):
     has_neighbours = False
 
 
-def judged(first: list[NoMemory | Verdict], device: type[Device] = _Shared) -> tuple[Verdict, Mock]:
+def judged(first: list[Exception | Verdict], device: type[Device] = _Shared) -> tuple[Verdict, Mock]:
     """The verdict where these come before a good one, and what was asked of the references."""
     zygote = cast(Any, SimpleNamespace(start=lambda: None, generation=1))
     bench = Bench(zygote, bench_options(sections.TimingBench(), "cpu"), device=device("a GPU"))
     bench.references = references = Mock()
     references.get.return_value.cases = [Mock()]
-    found = [one if isinstance(one, NoMemory) else (one, None) for one in (*first, Verdict(Fault.OK))]
+    found = [one if isinstance(one, Exception) else (one, None) for one in (*first, Verdict(Fault.OK))]
     with patch.object(module, "settled", side_effect=found):
         return bench.evaluate(PROBLEM, Candidate("", "c"), {}).verdict, references
 
@@ -49,7 +51,7 @@ def judged(first: list[NoMemory | Verdict], device: type[Device] = _Shared) -> t
 def test_whoever_lacks_memory_gives_way_and_tries_again() -> None:
     verdict, references = judged([SHORT] * 2)
     assert verdict.fault is Fault.OK
-    assert references.give_way.call_count == 2
+    assert [way.kwargs["is_last"] for way in references.give_way.call_args_list] == [False, True]
     assert references.get.call_count == 3, "the reference is made anew"
 
 
@@ -60,6 +62,27 @@ def test_a_candidate_beside_others_that_finds_no_memory_is_judged_once_more() ->
     verdict, references = judged([out, out])
     assert (verdict.fault, references.give_way.call_count) == (Fault.OUT_OF_MEMORY, 1)
     assert judged([out], _Alone)[0].fault is Fault.OUT_OF_MEMORY
+
+
+def test_the_last_time_a_verifier_waits_for_the_whole_gpu() -> None:
+    device, asked = CudaDevice("cuda:0"), list[int]()
+    device.reservations = cast(Any, SimpleNamespace(total=75 << 30))
+    with patch.object(device, "give_back"), patch.object(device, "wait_for", lambda size, tick: asked.append(size)):
+        device.give_way(no_tick)
+        device.give_way(no_tick, is_last=True)
+    assert asked == [0, 75 << 30]
+
+
+def test_a_reference_that_finds_no_memory_while_it_is_used_waits_for_that_of_others() -> None:
+    short = CandidateFault(Fault.OUT_OF_MEMORY, "CUDA out of memory. Tried to allocate 6.00 GiB")
+    verdict, references = judged([short, short])
+    assert (verdict.fault, references.give_way.call_count, references.drop.call_count) == (Fault.OK, 2, 2)
+    with pytest.raises(NoMemory, match="the reference of L1/01_add failed while it was used: CUDA out of memory"):
+        judged([short] * 3)
+    for fault, device in ((short, _Alone), (CandidateFault(Fault.RUNTIME_ERROR, "a shape"), _Shared)):
+        with pytest.raises(InfraError) as told:
+            judged([fault], device)
+        assert not isinstance(told.value, NoMemory), "nobody else has it"
 
 
 def test_it_is_told_in_the_end() -> None:

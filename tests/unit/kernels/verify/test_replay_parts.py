@@ -11,18 +11,22 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 import torch
 
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.verify import compare, wire
 from kbrl_async.kernels.verify.cuda.arena import BASE
+from kbrl_async.kernels.verify.cuda.proof import of_other_slots
 from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
 from kbrl_async.kernels.verify.cuda.replay.places import Places
+from kbrl_async.kernels.verify.cuda.replay.program import Program
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, place_inputs
 from kbrl_async.kernels.verify.cuda.replay.steps import KernelStep, OperatorStep, Refused
-from kbrl_async.kernels.verify.recording import Forward, Kernel, Operator, Recording
+from kbrl_async.kernels.verify.proof import of_recorded
+from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Operator, Recording, ways
 from kbrl_async.kernels.verify.session import CandidateFault
 from kbrl_async.kernels.verify.tolerance import Tolerance
 from kbrl_async.kernels.verify.validation import overlap, span
@@ -141,11 +145,18 @@ class Host:
 
 
 def session(
-    outputs: list[int], image: Sequence[tuple[int, int]] = (), slots: int = 3, size: int = 4096, **more: bool
+    outputs: list[int],
+    image: Sequence[tuple[int, int]] = (),
+    slots: int = 3,
+    size: int = 4096,
+    nodes: Sequence[list[Any]] = (),
+    **more: bool,
 ) -> tuple[ReplaySession, Host]:
     host = Host(size)
     inputs = [[wire.TensorMeta("float32", (4,), (1,), 64 * slot)] for slot in range(slots)]
-    forwards = [Forward([], ["T", 0], [wire.TensorMeta("float32", (4,), (1,), place)]) for place in outputs]
+    metas = [wire.TensorMeta("float32", (4,), (1,), place) for place in outputs]
+    steps = itertools.chain(nodes, itertools.repeat([]))
+    forwards = [Forward(each, ["T", 0], [meta]) for each, meta in zip(steps, metas, strict=False)]
     plan = Recording(forwards, list(image), size)
     made = ReplaySession(host, plan, [], inputs, host.reserve(0), random.Random(3), **more)  # type: ignore[arg-type]
     return made, host
@@ -353,6 +364,88 @@ def test_before_a_timed_run_outputs_of_slots_that_are_not_in_it_stay() -> None:
     assert raw[1168:].eq(0x7F).all()
 
 
+# ── forwards that know their inputs by place ──────────────────────────────────────────────────────────────────────────
+
+OWN = Kernel("a" * 64, "run", (1, 1, 1), (32, 1, 1), 0, [b"12345678"])
+
+
+def library(*places: int, name: str = "aten::mm") -> Operator:
+    metas = [wire.TensorMeta("float32", (4,), (1,), place) for place in places]
+    return Operator(name, ["L", [["L", [["T", 0]]], ["D", {}]]], metas[:1], metas[1:])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_so"),
+    [
+        ([library(64, 256), msgspec.structs.replace(OWN, arguments=[b"87654321"])], True),
+        ([library(64, 256)], False),
+        ([library(64, 256), msgspec.structs.replace(OWN, grid=(2, 1, 1))], False),
+        ([library(64, 256), msgspec.structs.replace(OWN, name="another")], False),
+        ([library(64, 256, name="aten::relu"), OWN], False),
+        ([OWN, library(64, 256)], False),
+    ],
+)
+def test_forwards_are_alike_where_they_are_the_same_steps_at_other_places(nodes: list[Any], is_so: bool) -> None:
+    forwards = [Forward(each, ["T", 0], []) for each in ([library(0, 128), OWN], nodes)]
+    assert ways(forwards) == ([[0, 1]] if is_so else [[0], [1]])
+
+
+def test_each_way_that_forward_goes_is_looked_at_in_a_secret_slot() -> None:
+    each = [[OWN], *[[library(0, 128), OWN]] * 14, [library(0, 256), library(0, 128), OWN]]
+    made, _ = session([1024 + 64 * slot for slot in range(16)], slots=16, nodes=each)
+    seen = [made.secret_slots(16, 4) for _ in range(200)]
+    assert all({0, 15} < set(slots) and len(set(slots)) == 4 for slots in seen)
+    assert {slot for slots in seen for slot in slots} == set(range(16))
+    assert len({slots[0] for slots in seen}) > 4, "which comes first, and is timed, is secret"
+    assert all(0 in slots and len(slots) == 2 for slots in (made.secret_slots(15, 1) for _ in range(20)))
+    assert made.bare_trace is None
+    assert set(made.kernels) == {"run", "aten::mm"}
+
+
+def test_a_forward_that_has_no_own_kernel_over_some_inputs_is_found() -> None:
+    made, _ = session([1024, 1088, 1152], nodes=[[OWN], [OWN], [library(0, 256)]])
+    assert made.bare_trace is not None
+    found = of_recorded(made.bare_trace, has_times=False)
+    assert found is not None
+    assert (found.rule, found.fault) == ("no_own_kernel", Fault.CHEATING)
+
+
+@pytest.mark.parametrize(("lazy", "rule"), [((), ""), ((1, 2), "decoy_kernel")])
+def test_own_kernels_are_needed_over_every_slot_that_is_looked_at(lazy: tuple[int, ...], rule: str) -> None:
+    """Over some, the operator makes the answer from inputs that it has there alone."""
+    each = [[library(64 * slot, 2048 + 64 * slot), OWN] for slot in range(3)]
+    made, host = session([1024, 1088, 1152], nodes=each)
+
+    def drawn(slot: int) -> list[torch.Tensor]:
+        made.slots[slot][0].fill_(slot + 1.0)
+        return [2 * made.slots[slot][0]]
+
+    def done(order: Any, deadline_s: float) -> None:
+        place = 2048 + 64 * order.slot
+        if order.slot in lazy:
+            host.arena.raw[place : place + 16].view(torch.float32)[:] = 2 * made.slots[order.slot][0]
+
+    def found(expected: list[torch.Tensor], slot: int) -> tuple[bool, str]:
+        return False, made.answered(lambda got: torch.equal(got, expected[0]), slot)
+
+    host.done = done  # type: ignore[method-assign]
+    finding = of_other_slots(made, [0, 2], 1.0, drawn, found)
+    assert (finding.rule if finding is not None else "") == rule
+
+
+@pytest.mark.parametrize(("second", "found"), [(5.0, "aten::mm"), (4.0, "")])
+def test_an_operators_results_that_are_parts_of_the_answer_are_found_wherever_they_lie(
+    second: float, found: str
+) -> None:
+    nodes = [library(0, 2048), library(0, 2560, name="aten::relu"), library(0, 3072)]
+    half = [msgspec.structs.replace(n, results=[msgspec.structs.replace(n.results[0], shape=(2,))]) for n in nodes]
+    made, host = session([1024, 1088, 1152], nodes=[[*half, OWN]] * 3)
+    for place, value in ((2048, 3.0), (2560, 9.0), (3072, second)):
+        host.arena.raw[place : place + 8].view(torch.float32).fill_(value)
+    wanted = torch.tensor([3.0, 3.0, 5.0, 5.0])
+    assert made.answered(lambda got: torch.equal(got.flatten().sort()[0], wanted)) == found
+
+
 # ── comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -366,3 +459,78 @@ def test_a_quick_yes_is_a_yes() -> None:
             assert compare.difference(got, expected, allowed).wrong == 0
     assert compare.agrees(expected, expected.clone(), allowed)
     assert not compare.agrees(torch.full((4,), torch.nan), torch.zeros(4), allowed)
+
+
+# ── own kernels of a backward ─────────────────────────────────────────────────────────────────────────────────────────
+
+UPSTREAM, OTHER = 1024, 2048
+
+
+def launched(*places: int, offset: int = 0) -> Kernel:
+    """With these places of the arena among its arguments; `offset`: bytes before the first, as in a structure."""
+    pointers = b"\0" * offset + b"".join((BASE + place).to_bytes(8, "little") for place in places)
+    return Kernel("0" * 64, "own", (1, 1, 1), (1, 1, 1), 0, [pointers, b"\x05\0\0\0"])
+
+
+def with_gradients(*nodes: Any) -> tuple[ReplaySession, Host]:
+    """The second input is the gradient of the output."""
+    host = Host(4096)
+    inputs = [[wire.TensorMeta("float32", (4,), (1,), 0), wire.TensorMeta("float32", (4,), (1,), UPSTREAM)]]
+    forwards = [Forward(list(nodes), ["T", 0], [wire.TensorMeta("float32", (4,), (1,), OTHER)])]
+    made = ReplaySession(host, Recording(forwards, [], 4096), [], inputs, host.reserve(0), random.Random(3))  # type: ignore[arg-type]
+    return made, host
+
+
+def operator(*places: int) -> Operator:
+    metas = [wire.TensorMeta("float32", (4,), (1,), place) for place in places]
+    return Operator("aten::mul.Tensor", ["L", []], metas, [])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "behind"),
+    [
+        ([launched(0, OTHER), launched(UPSTREAM, OTHER)], (1,)),
+        ([launched(0, OTHER), launched(64, UPSTREAM + 12, offset=16), launched(OTHER)], (1, 2)),
+        ([launched(0, OTHER), operator(OTHER, UPSTREAM), launched(OTHER, 512)], (2,)),
+        ([launched(0, OTHER), Memcpy(512, UPSTREAM, 16), launched(512)], (2,)),
+        ([launched(0, OTHER), operator(UPSTREAM)], ()),
+        ([launched(0, OTHER), launched(UPSTREAM + 16), operator(OTHER)], None),
+    ],
+)
+def test_own_kernels_of_a_backward_are_those_from_the_first_that_reads_upstream_gradients_on(
+    nodes: list[Any], behind: tuple[int, ...] | None
+) -> None:
+    assert with_gradients(*nodes)[0].own_behind([1], 0) == behind
+
+
+def test_a_forward_without_some_nodes_is_poison_first_and_where_it_faults_it_needs_them() -> None:
+    made, host = with_gradients(launched(0, OTHER), launched(UPSTREAM, OTHER))
+    asked: list[Any] = []
+    host.done = lambda order, deadline_s: asked.append(order)  # type: ignore[method-assign]
+    host.arena.raw[OTHER:] = 9
+    made.without((1,), 0, 1.0)
+    assert (asked[-1].slot, asked[-1].is_muted, asked[-1].left_out) == (0, False, (1,))
+    assert host.arena.raw[OTHER : OTHER + 16].eq(0x7F).all()
+
+    def faults(order: Any, deadline_s: float) -> None:
+        raise CandidateFault(Fault.ILLEGAL_ACCESS, "an operator met poison")
+
+    host.done, host.revive = faults, lambda: host.arena  # type: ignore[method-assign, attr-defined]
+    host.arena.raw[OTHER:] = 9
+    made.without((1,), 0, 1.0)
+    assert host.arena.raw[OTHER : OTHER + 16].eq(0x7F).all()
+
+
+def test_a_capture_leaves_out_what_it_is_told_to_and_keeps_the_order_of_the_rest() -> None:
+    program = Program.__new__(Program)
+    program._driver, program._stream = Mock(), Mock()
+    launched_: list[str] = []
+    waits: list[list[int]] = []
+    program._driver.set_dependencies = lambda stream, nodes: waits.append(nodes)
+    program._driver.dependencies = lambda stream: [len(launched_)]
+    steps: list[Any] = [
+        SimpleNamespace(after=after, is_own=True, launch=lambda stream, in_graph, name=name: launched_.append(name))
+        for name, after in (("a", []), ("b", [0]), ("c", [1]))
+    ]
+    list(program._captured(steps, {1}))
+    assert (launched_, waits) == (["a", "c"], [[], [1]])

@@ -11,9 +11,9 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.verify import compare, replies, values, wire
-from kbrl_async.kernels.verify.checks import same_structure
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.hoarding import is_hoarder, is_out_of_memory
+from kbrl_async.kernels.verify.outputs import same_structure
 from kbrl_async.kernels.verify.report import verdict_of
 from kbrl_async.kernels.verify.session import CandidateFault
 from kbrl_async.kernels.verify.similarity import copied_reference

@@ -99,10 +99,13 @@ def test_who_waits_goes_on_when_there_is_room_in_the_order_of_asking(make: Make)
     assert not holder.take(71 * GIB), "others have asked before"
     threads[1].join(0.3)
     assert done == [], "what fits does not pass those before it, or they would wait for ever"
-    holder.hold(12 * GIB)
+    holder.hold(8 * GIB)
+    threads[0].join(0.3)
+    assert done == [], "68 of 75 GiB are planned with then, but two others have contexts beside"
+    holder.hold(6 * GIB)
     threads[0].join(PATIENCE_S)
     assert done == [large], "there is not enough for both"
-    holder.hold(10 * GIB)
+    holder.hold(2 * GIB)
     threads[1].join(PATIENCE_S)
     assert done == [large, small]
     assert [large.held, small.held] == [60 * GIB, 5 * GIB]
@@ -190,6 +193,9 @@ def test_beside_others_it_keeps_little(device: CudaDevice, make: Make) -> None:
 def test_one_of_several_keeps_what_is_within_its_share(device: CudaDevice, make: Make) -> None:
     make()
     device.kept_share = 0.25
+    assert device.may_use(20 * GIB)
+    assert device.rest(20 * GIB), "a quarter of the GPU, not of what may be planned with"
+    assert device.rest(0)
     assert device.may_use(15 * GIB)
     assert device.rest(12 * GIB)
     assert device.may_use(30 * GIB)

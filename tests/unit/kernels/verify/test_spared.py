@@ -15,7 +15,7 @@ import pytest
 from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.funnel.build import artifact_paths
 from kbrl_async.kernels.verify import Bench, checks
-from kbrl_async.kernels.verify.checks import Checker
+from kbrl_async.kernels.verify.checks import Checker, checked_slots
 from kbrl_async.kernels.verify.cpu import bursts
 from kbrl_async.kernels.verify.inputs import KINDS, STRATA, in_secret_order
 from protocols.records import DISTURBED, REPLAYED, SPARED_SETS, BenchReport, Candidate, Fault, Problem, Timing
@@ -49,6 +49,14 @@ def judge(bench: Bench, builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Ju
         return found, said
 
     return run
+
+
+def test_the_place_that_may_be_timed_alone_is_always_among_those_that_are_checked() -> None:
+    chosen = [checked_slots(16, 3, random.Random(seed)) for seed in range(200)]
+    assert all(0 in slots and len(set(slots)) == 3 for slots in chosen)
+    assert {slots.index(0) for slots in chosen} == {0, 1, 2}
+    assert len({slot for slots in chosen for slot in slots}) == 16
+    assert checked_slots(1, 3, random.Random(1)) == [0]
 
 
 def test_a_slow_kernel_sees_a_set_of_each_kind_and_a_fast_one_all(

@@ -54,6 +54,7 @@ WRONG: dict[str, bytes] = {
     "more shared memory than any chip has": made(REPLACED(KERNEL, shared=1 << 30)),
     "too many arguments": made(REPLACED(KERNEL, arguments=[b"x" * 40_000])),
     "a name with an end in it": made(REPLACED(KERNEL, name="run\0")),
+    "a name of an operator": made(REPLACED(KERNEL, name="aten::mm")),
     "it waits for itself": made(REPLACED(KERNEL, after=[0])),
     "it waits for one twice": made(KERNEL, REPLACED(KERNEL, after=[0, 0])),
     "a memset beyond": made(Memset(2040, 0, 4, 8, 1, 0)),

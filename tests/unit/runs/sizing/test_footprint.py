@@ -92,6 +92,12 @@ def test_what_is_held_is_counted_by_hand() -> None:
     assert held["moments"] == 8 * weights
 
 
+def test_moments_of_8_bits_are_a_quarter_and_their_scales() -> None:
+    exact, packed = (learner(KNOWN["Qwen2.5-7B"], plan(eight_bit=eight_bit)).parts for eight_bit in (False, True))
+    assert packed["moments"] == exact["moments"] / 4 * (1 + 4 / 256)
+    assert {**packed, "moments": 0} == {**exact, "moments": 0}
+
+
 def test_shards_split_what_is_held_and_add_what_is_gathered() -> None:
     whole = learner(KNOWN["Qwen2.5-7B"], plan()).parts
     shard = learner(KNOWN["Qwen2.5-7B"], plan(ranks=4, sharded=True)).parts

@@ -11,8 +11,9 @@ import yaml
 from kbrl_async.errors import HostError, UserError
 from kbrl_async.runs.config import Config, load
 from kbrl_async.runs.config.placement import Gpu, wanted
+from kbrl_async.runs.sizing.advice import Wish, as_tree, capacity_of, recommend
 from kbrl_async.runs.sizing.footprint import GB
-from kbrl_async.runs.sizing.layout import Wish, as_tree, capacity_of, check, misfit, recommend, tenants
+from kbrl_async.runs.sizing.layout import check, misfit, tenants
 from kbrl_async.shapes import KNOWN
 
 H100, H200 = Gpu("0", "NVIDIA H100", 79.2), Gpu("0", "NVIDIA H200", 140.0)

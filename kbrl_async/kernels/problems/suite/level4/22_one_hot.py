@@ -10,7 +10,7 @@ class Model(nn.Module):
         return F.one_hot(ids, 64).to(torch.float32)
 
 
-few = 512  # gpu: 16384
+few = 512  # gpu: 65536
 many = 8192  # gpu: 262144
 WORKLOADS = [{"shape": {"rows": few}, "weight": 3}, {"shape": {"rows": many}}]
 FREE_SHAPES = {"rows": (0, 2048)}

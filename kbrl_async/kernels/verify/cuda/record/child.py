@@ -41,7 +41,8 @@ from kbrl_async.kernels.verify.cuda.record.graph import Graphs, NotRecordable
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
 from kbrl_async.kernels.verify.cuda.record.machine_code import MachineCode
 from kbrl_async.kernels.verify.cuda.record.own_graphs import OwnGraphs
-from kbrl_async.kernels.verify.cuda.runner import CudaRunner, begin_gradients, telling
+from kbrl_async.kernels.verify.cuda.runner import CudaRunner
+from kbrl_async.kernels.verify.cuda.telling import begin_gradients, telling
 from kbrl_async.kernels.verify.memory import whole
 
 MAX_BYTES = 12 << 20

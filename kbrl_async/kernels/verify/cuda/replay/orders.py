@@ -33,6 +33,8 @@ class WarmUp(msgspec.Struct, frozen=True, tag="warm_up"):
 class RunForward(msgspec.Struct, frozen=True, tag="run"):
     slot: int
     is_muted: bool = False
+    left_out: tuple[int, ...] = ()
+    """Numbers of nodes that are not run."""
 
 
 class Time(msgspec.Struct, frozen=True, tag="time"):

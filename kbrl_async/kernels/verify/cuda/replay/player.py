@@ -28,7 +28,7 @@ from kbrl_async.kernels.verify.cuda.replay.images import Image
 from kbrl_async.kernels.verify.cuda.replay.places import Places, install
 from kbrl_async.kernels.verify.cuda.replay.program import Program
 from kbrl_async.kernels.verify.cuda.replay.steps import Refused
-from kbrl_async.kernels.verify.cuda.runner import device_failure, telling
+from kbrl_async.kernels.verify.cuda.telling import device_failure, telling
 from kbrl_async.kernels.verify.recording import Forward, Memcpy, Memset, Node, Recording, decode
 
 _NUMBERS = 1 << 20
@@ -119,7 +119,7 @@ class Player:
         if isinstance(order, orders.WarmUp):
             program.warm_up(order.slot)
         elif isinstance(order, orders.RunForward):
-            program.run(order.slot, order.is_muted)
+            program.run(order.slot, order.is_muted, order.left_out)
         elif not order.times:
             program.prepare(order.slots, order.is_muted)
             return orders.Times(0.0)

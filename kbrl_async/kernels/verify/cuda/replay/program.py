@@ -12,7 +12,7 @@ say, because here they share one workspace.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,9 +51,9 @@ class Program:
         self._variables: list[tuple[int, int, int]] = []
         """Address, address of the value at first, bytes."""
         self._functions: dict[tuple[str, str], int] = {}
-        self._graphs: dict[tuple[int, bool], int] = {}
+        self._graphs: dict[tuple[int, bool, tuple[int, ...]], int] = {}
         self._chains: dict[tuple[tuple[int, ...], bool], int] = {}
-        self._runs: dict[tuple[int, bool], int] = {}
+        self._runs: dict[tuple[int, bool, tuple[int, ...]], int] = {}
         try:
             for image in images:
                 self._modules[image.digest] = [self._load(part) for part in image.parts]
@@ -113,7 +113,7 @@ class Program:
 
     @property
     def has_operators(self) -> bool:
-        return any(isinstance(step, OperatorStep) for step in self._forwards[0])
+        return any(isinstance(step, OperatorStep) for steps in self._forwards for step in steps)
 
     def warm_up(self, slot: int) -> None:
         """Once without a graph: libraries make handles and choose kernels at their first use."""
@@ -122,11 +122,11 @@ class Program:
                 step.launch(self._stream.cuda_stream, False)
         self._driver.call("cuCtxSynchronize")
 
-    def run(self, slot: int, is_muted: bool = False) -> None:
-        """One forward alone, with or without own kernels."""
-        key = slot, is_muted
+    def run(self, slot: int, is_muted: bool = False, left_out: tuple[int, ...] = ()) -> None:
+        """One forward alone, with or without own kernels, and without the nodes of these numbers."""
+        key = slot, is_muted, left_out
         if key not in self._runs:
-            self._runs[key] = self._driver.instantiate(self._graph(slot, is_muted))
+            self._runs[key] = self._driver.instantiate(self._graph(slot, is_muted, left_out))
         self._restore_variables()
         self._driver.call("cuGraphLaunch", self._runs[key], self._stream.cuda_stream)
         self._driver.call("cuCtxSynchronize")
@@ -144,48 +144,39 @@ class Program:
         """The graph that `time` launches."""
         key = slots, is_muted
         if key not in self._chains:
-            self._chains[key] = self._chain([self._graph(slot, is_muted) for slot in slots])
+            self._chains[key] = self._flush.chained(self._events, [self._graph(slot, is_muted) for slot in slots])
         return self._chains[key]
 
-    def _chain(self, graphs: list[int]) -> int:
-        driver, (begin, end) = self._driver, self._events
-        whole = driver.graph()
-        last = driver.add_event(whole, self._flush.node(whole), begin)
-        for graph in graphs:
-            last = driver.add_child(whole, last, graph)
-        driver.add_event(whole, last, end)
-        made = driver.instantiate(whole)
-        driver.call("cuGraphDestroy", whole)
-        return made
-
-    def _graph(self, slot: int, is_muted: bool) -> int:
-        key = slot, is_muted
+    def _graph(self, slot: int, is_muted: bool, left_out: tuple[int, ...] = ()) -> int:
+        key = slot, is_muted, left_out
         if key not in self._graphs:
+            steps = self._forwards[slot]
+            own = {number for number, step in enumerate(steps) if is_muted and step.is_own}
             with torch.cuda.stream(self._stream):
-                self._graphs[key] = self._capture(self._forwards[slot], is_muted)
+                self._graphs[key] = self._capture(steps, own | set(left_out))
         return self._graphs[key]
 
-    def _capture(self, steps: list[Step], is_muted: bool) -> int:
+    def _capture(self, steps: list[Step], left_out: Collection[int]) -> int:
         driver, stream = self._driver, self._stream.cuda_stream
         driver.begin_capture(stream)
         try:
-            for _ in self._captured(steps, is_muted):
+            for _ in self._captured(steps, left_out):
                 pass
         except BaseException:
             driver.drop_capture(stream)
             raise
         return driver.end_capture(stream)
 
-    def _captured(self, steps: list[Step], is_muted: bool) -> Iterator[list[int]]:
+    def _captured(self, steps: list[Step], left_out: Collection[int]) -> Iterator[list[int]]:
         """The graph nodes that stand for the end of each step."""
         driver, stream = self._driver, self._stream.cuda_stream
         ends: list[list[int]] = []
         last_operator: list[int] = []
-        for step in steps:
+        for place, step in enumerate(steps):
             after = [node for number in step.after for node in ends[number]]
             if isinstance(step, OperatorStep):
                 after += last_operator
-            if is_muted and step.is_own:
+            if place in left_out:
                 ends.append(list(dict.fromkeys(after)))
                 continue
             driver.set_dependencies(stream, list(dict.fromkeys(after)))

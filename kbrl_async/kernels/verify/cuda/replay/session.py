@@ -15,15 +15,11 @@ calls.
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import math
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,25 +30,32 @@ from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.replay import orders
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Image
+from kbrl_async.kernels.verify.cuda.replay.reach import own_kernels_behind
+from kbrl_async.kernels.verify.cuda.replay.stretches import (
+    POISON,
+    Span,
+    Stretches,
+    complement,
+    joined,
+    stretches_of,
+    touches,
+)
 from kbrl_async.kernels.verify.cuda.session import TimedCall
-from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Operator, Recording
+from kbrl_async.kernels.verify.layouts import runs_of
+from kbrl_async.kernels.verify.recording import Memcpy, Operator, Recording, counted, digest, ways
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
 from kbrl_async.kernels.verify.validation import overlap, span
 from protocols.records import REPLAYED, Fault
 
-POISON = 0x7F
 _GAPS = 32
 """A gap between two inputs is at most so many times the alignment."""
 _LARGE, _PAGE, _PAGES = 1 << 20, 2 << 20, 3
 _ORDERS = 2
-_SMALL = _GAPS * ALIGNMENT
-"""Stretches up to this many bytes are poisoned all at once."""
 _TELLS_NS = 1e6
 _MOST_STRETCHES = 64
 _BATCHED = "forward over one input also writes the outputs of another: one call did the work of several"
 _STRAY = "forward writes to memory that is neither its output nor its own: an index or a pointer is wrong"
 _KEPT = "an output returned earlier was overwritten by a later call: allocate a new output in each call"
-Span = tuple[int, int]
 
 
 def place_inputs(
@@ -102,8 +105,10 @@ class ReplaySession:
         """Its recorder had served others, who may have spoilt it: what counts against it is found out once more."""
         self._host, self._recording, self._inputs, self._rng = host, recording, inputs, rng
         self.isolation: Isolation = host.isolation
-        self.kernels = _count(recording.forwards[0])
-        self.plan = _digest(recording.forwards[0])
+        self._ways = ways(recording.forwards)
+        every = [recording.forwards[slots[0]] for slots in self._ways]
+        self.kernels = {name: found for forward in reversed(every) for name, found in counted(forward).items()}
+        self.plan = digest(every)
         self._image = [recorded_in.raw[begin:end].clone() for begin, end in recording.image]
         self._outputs = [[_plain(meta) for meta in forward.outputs] for forward in recording.forwards]
         taken = [*recording.image, *(span(meta) for slot in inputs for meta in slot)]
@@ -159,15 +164,15 @@ class ReplaySession:
     def _see(self) -> None:
         raw: torch.Tensor = self._arena.raw
         self.slots = [[values.flat(self._arena.view(meta)) for meta in slot] for slot in self._inputs]
-        self._poisoned: dict[int | None, _Stretches] = {None: _Stretches(raw, self._rest)}
+        self._poisoned: dict[int | None, Stretches] = {None: Stretches(raw, self._rest)}
         self._seen = [[self._arena.view(meta) for meta in slot] for slot in self._outputs]
         self._restored = [raw[begin:end] for begin, end in self._recording.image]
 
     def _shared_outputs(self) -> CandidateFault | None:
         """Outputs of two calls in one place, or in memory that lasts: the later call overwrites the earlier's."""
         inputs = [span(meta) for slot in self._inputs for meta in slot]
-        own = [[one for one in map(span, slot) if not _touches(one, inputs)] for slot in self._outputs]
-        kept = any(_touches(one, self._recording.image) for slot in own for one in slot)
+        own = [[one for one in map(span, slot) if not touches(one, inputs)] for slot in self._outputs]
+        kept = any(touches(one, self._recording.image) for slot in own for one in slot)
         if kept or overlap(one for slot in own for one in joined(slot)):
             return CandidateFault(Fault.INCORRECT, _KEPT, "output_overwritten", self)
         return None
@@ -183,7 +188,7 @@ class ReplaySession:
         if slots not in self._poisoned:
             others = [span(meta) for slot in self._outputs[slots:] for meta in slot]
             rest = complement([*self._taken, *others], self._recording.used)
-            self._poisoned[slots] = _Stretches(self._arena.raw, rest)
+            self._poisoned[slots] = Stretches(self._arena.raw, rest)
         self._poisoned[slots].poison()
         if self._image:
             torch._foreach_copy_(self._restored, self._image)
@@ -200,8 +205,8 @@ class ReplaySession:
             self._refuse_writing(slot, self._rng.choice(others), deadline_s)
         return ForwardOutcome(elapsed, 0, 0, forward.tree, self._outputs[slot])
 
-    def run(self, slot: int, deadline_s: float, is_muted: bool = False) -> int:
-        """One forward over what is written to the slot; nanoseconds until it answered."""
+    def run(self, slot: int, deadline_s: float, is_muted: bool = False, left_out: tuple[int, ...] = ()) -> int:
+        """One forward over what is written to the slot; nanoseconds until it answered. `left_out`: numbers of nodes."""
         if not self._is_warm:
             self.poison()
             torch.cuda.synchronize()
@@ -212,9 +217,9 @@ class ReplaySession:
             torch.cuda.synchronize()
         begin = time.perf_counter_ns()
         with stages.span("run"):
-            self._done(orders.RunForward(slot, is_muted), deadline_s)
+            self._done(orders.RunForward(slot, is_muted, left_out), deadline_s)
         elapsed = time.perf_counter_ns() - begin
-        if not is_muted:
+        if not is_muted and not left_out:
             self.forward_ns = min(self.forward_ns, elapsed)
         return elapsed
 
@@ -340,61 +345,106 @@ class ReplaySession:
         """Names of what was built from the candidate's source."""
         return [name for name, (_, is_own) in self.kernels.items() if is_own]
 
-    @property
-    def trace(self) -> wire.Trace:
-        """What forward consists of."""
-        launches = {name: (count, 0) for name, (count, is_own) in self.kernels.items() if is_own}
-        ops = {allowed.base_of(name): (count, 0) for name, (count, is_own) in self.kernels.items() if not is_own}
-        return wire.Trace(launches, ops)
+    def secret_slots(self, count: int, most: int) -> list[int]:
+        """Of the first `count` slots one of each way that forward goes, and more up to `most` where there are so many:
+        a forward may know its inputs by their place, and a kernel, too.
+        """
+        timed = [[slot for slot in slots if slot < count] for slots in self._ways]
+        chosen = [self._rng.choice(slots) for slots in timed if slots]
+        others = [slot for slot in range(count) if slot not in chosen]
+        chosen += self._rng.sample(others, max(0, min(most - len(chosen), len(others))))
+        return self._rng.sample(chosen, len(chosen))
 
-    def muted(self, kernels: list[str], deadline_s: float, renew: Callable[[], None]) -> tuple[float, float]:
-        """Nanoseconds of a forward over slot 0, and of one without own kernels, whose outputs then lie in slot 0.
+    @property
+    def bare_trace(self) -> wire.Trace | None:
+        """What forward consists of over inputs for which it has no own kernel; None where it always has one."""
+        for slots in self._ways:
+            found = counted(self._recording.forwards[slots[0]])
+            if not any(is_own for _, is_own in found.values()):
+                return wire.Trace({}, {allowed.base_of(name): (count, 0) for name, (count, _) in found.items()})
+        return None
+
+    def muted(
+        self, kernels: list[str], deadline_s: float, renew: Callable[[], None], slot: int = 0
+    ) -> tuple[float, float]:
+        """Nanoseconds of a forward over this slot, and of one without own kernels, whose outputs then lie there.
         `renew` comes before the last run: those that were timed may have changed their inputs.
         """
         nothing = self._timed(orders.Time(()), deadline_s)
-        whole = self._least(False, deadline_s)
+        whole = self._least(slot, False, deadline_s)
         try:
             self.poison()
-            left = self._least(True, deadline_s)
+            left = self._least(slot, True, deadline_s)
             renew()
-            self.run(0, deadline_s, is_muted=True)
+            self.run(slot, deadline_s, is_muted=True)
         except CandidateFault as fault:
             if fault.by is not None:  # the reference, asked by `renew`: that shows nothing
                 raise
-            # An operator faults on poison: it needs what own kernels make.
-            with self._as_tried():
-                self._arena = self._host.revive()
-            self._see()
-            self._is_warm, self._captured = not self.has_operators, 0
-            self.poison()
+            self._revive()
             left = nothing
         return max(0.0, whole - nothing), max(0.0, left - nothing)
 
-    def _least(self, is_muted: bool, deadline_s: float) -> float:
+    def is_whole_without_own(self, slot: int, deadline_s: float) -> bool:
+        """Whether a forward over this slot ends without own kernels; its outputs then lie there."""
+        try:
+            self.run(slot, deadline_s, is_muted=True)
+        except CandidateFault:
+            self._revive()
+            return False
+        return True
+
+    def own_behind(self, inputs: Collection[int], slot: int) -> tuple[int, ...] | None:
+        """As `own_kernels_behind` says, of these inputs of a slot."""
+        return own_kernels_behind(
+            self._recording.forwards[slot], [span(self._inputs[slot][number]) for number in inputs]
+        )
+
+    def without(self, nodes: tuple[int, ...], slot: int, deadline_s: float) -> None:
+        """A forward over this slot without these nodes; what needs them finds poison."""
+        try:
+            self.run(slot, deadline_s, left_out=nodes)
+        except CandidateFault:
+            self._revive()
+
+    def _revive(self) -> None:
+        """An operator faults on poison: it needs what own kernels make."""
+        with self._as_tried():
+            self._arena = self._host.revive()
+        self._see()
+        self._is_warm, self._captured = not self.has_operators, 0
+        self.poison()
+
+    def _least(self, slot: int, is_muted: bool, deadline_s: float) -> float:
         """Of three runs; long ones tell at once."""
-        least = self._timed(orders.Time((0,), 1, is_muted), deadline_s)
+        least = self._timed(orders.Time((slot,), 1, is_muted), deadline_s)
         if least > _TELLS_NS:
             return least
-        return min(least, *(self._timed(orders.Time((0,), 1, is_muted), deadline_s) for _ in range(2)))
+        return min(least, *(self._timed(orders.Time((slot,), 1, is_muted), deadline_s) for _ in range(2)))
 
-    def answered(self, is_answer: Callable[[torch.Tensor], bool]) -> str:
+    def answered(self, is_answer: Callable[[torch.Tensor], bool], slot: int = 0) -> str:
         """After `muted`: the operator whose result already is the answer, as far as `is_answer(tensor)` says."""
         found = ""
         written: list[Span] = []
-        for node in self._recording.forwards[0].nodes:
+        results: dict[str, list[torch.Tensor]] = {}
+        for node in self._recording.forwards[slot].nodes:
             if isinstance(node, Operator):
                 for meta in node.results if allowed.does_work(node.name) else ():
-                    found = allowed.base_of(node.name)
-                    if is_answer(self._arena.view(_plain(meta))):
+                    found, result = allowed.base_of(node.name), self._arena.view(_plain(meta))
+                    if is_answer(result):
                         return found
+                    results.setdefault(found, []).append(result)
                 written += map(span, node.results)
             elif isinstance(node, Memcpy):
                 written.append((node.to, node.to + node.size))
-        return found if found and self._is_put_together(written, is_answer) else ""
+        sizes = {math.prod(meta.shape) for meta in self._outputs[slot]}
+        for operator, parts in results.items():
+            if any(_are_parts(parts, size, is_answer) for size in sizes):
+                return operator
+        return found if found and self._is_put_together(written, is_answer, slot) else ""
 
-    def _is_put_together(self, written: list[Span], is_answer: Callable[[torch.Tensor], bool]) -> bool:
+    def _is_put_together(self, written: list[Span], is_answer: Callable[[torch.Tensor], bool], slot: int) -> bool:
         """Whether what operators and copies wrote side by side is the answer, of which each made a part."""
-        for meta in self._outputs[0]:
+        for meta in self._outputs[slot]:
             size = math.prod(meta.shape) * values.dtype_of(meta.dtype).itemsize
             for begin in stretches_of(written, size)[:_MOST_STRETCHES]:
                 if is_answer(self._arena.view(wire.TensorMeta(meta.dtype, (math.prod(meta.shape),), (1,), begin))):
@@ -402,107 +452,15 @@ class ReplaySession:
         return False
 
 
-class _Stretches:
-    """Memory that is poisoned together."""
-
-    def __init__(self, raw: torch.Tensor, spans: Iterable[Span]) -> None:
-        parts = [raw[begin:end] for begin, end in spans]
-        self._large = [part for part in parts if part.numel() > _SMALL]
-        self._small = [part for part in parts if part.numel() <= _SMALL]
-        self._stamps = [_stamp(raw.device)[: part.numel()] for part in self._small]
-
-    def poison(self) -> None:
-        for part in self._large:
-            part.fill_(POISON)
-        if self._small:
-            torch._foreach_copy_(self._small, self._stamps)
-
-
-@functools.cache
-def _stamp(device: torch.device) -> torch.Tensor:
-    return torch.full((_SMALL,), POISON, dtype=torch.uint8, device=device)
-
-
-def complement(taken: Iterable[Span], end: int) -> list[Span]:
-    """The stretches of (0, end) that none of these covers.
-
-    >>> complement([(2, 4), (6, 8)], 10)
-    [(0, 2), (4, 6), (8, 10)]
-    """
-    left, at = [], 0
-    for begin, stop in sorted(taken):
-        if begin > at:
-            left.append((at, begin))
-        at = max(at, stop)
-    return [*left, (at, end)] if at < end else left
-
-
-def _touches(one: Span, others: Sequence[Span]) -> bool:
-    return any(one[0] < end and begin < one[1] for begin, end in others)
-
-
-def joined(spans: Iterable[Span]) -> list[Span]:
-    """Those of one slot may share bytes: two outputs may be views of one buffer.
-
-    >>> joined([(4, 8), (0, 6), (9, 9), (10, 12)])
-    [(0, 8), (10, 12)]
-    """
-    found: list[Span] = []
-    for begin, end in sorted(one for one in spans if one[0] < one[1]):
-        if found and begin < found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((begin, end))
-    return found
-
-
-def stretches_of(written: Iterable[Span], size: int) -> list[int]:
-    """Where blocks of so many bytes may begin that several of these cover, and none alone.
-
-    >>> stretches_of([(0, 256), (256, 512), (1024, 1280)], 512)
-    [0]
-    """
-    spans = sorted(set(written))
-    covered: list[Span] = []
-    for begin, end in spans:
-        if covered and begin <= covered[-1][1]:
-            covered[-1] = (covered[-1][0], max(end, covered[-1][1]))
-        else:
-            covered.append((begin, end))
-    alone = {begin for begin, end in spans if end - begin >= size}
-    return [
-        begin
-        for first, last in covered
-        for begin in dict.fromkeys(begin for begin, _ in spans if first <= begin and begin + size <= last)
-        if size and begin not in alone and begin % ALIGNMENT == 0
-    ]
+def _are_parts(results: list[torch.Tensor], size: int, is_answer: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether some of an operator's results that follow each other hold the answer together, in whatever order."""
+    for run in runs_of([result.numel() for result in results], size):
+        parts = results[run]
+        if len({part.dtype for part in parts}) == 1 and is_answer(torch.cat([part.flatten() for part in parts])):
+            return True
+    return False
 
 
 def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:
     """What type it had in Python is nothing that data has."""
     return wire.TensorMeta(meta.dtype, meta.shape, meta.strides, meta.place)
-
-
-def _count(forward: Forward) -> dict[str, tuple[int, bool]]:
-    """How often each kernel, operator or copy is in a forward, and whether it is the candidate's own."""
-    own = Counter(node.name for node in forward.nodes if isinstance(node, Kernel))
-    library = Counter(_name(node) for node in forward.nodes if not isinstance(node, Kernel))
-    return {name: (count, False) for name, count in library.items()} | {n: (c, True) for n, c in own.items()}
-
-
-def _digest(forward: Forward) -> str:
-    """Of which kernels and operators there are, on what shapes: a tuned kernel may be launched in several ways."""
-    return hashlib.sha256(repr([_identity(node) for node in forward.nodes]).encode()).hexdigest()
-
-
-def _identity(node: Any) -> tuple[object, ...]:
-    if isinstance(node, Kernel):
-        return node.artifact, node.name
-    tensors = (*node.tensors, *node.results) if isinstance(node, Operator) else ()
-    return _name(node), [(meta.dtype, tuple(meta.shape)) for meta in tensors]
-
-
-def _name(node: Any) -> str:
-    if isinstance(node, Operator):
-        return node.name
-    return "aten::fill_" if type(node).__name__ == "Memset" else "aten::copy_"

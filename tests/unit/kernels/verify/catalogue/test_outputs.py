@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kbrl_async.kernels.sandbox import Zygote
-from kbrl_async.kernels.verify import Bench, checks, compare
+from kbrl_async.kernels.verify import Bench, compare, outputs
 from kbrl_async.kernels.verify.checks import Checker
 from protocols.records import Fault
 from tests.unit.kernels.verify.catalogue.exploits import PROBLEM, Patch, Run, candidate, caught, nothing, refused, row
@@ -23,7 +23,7 @@ def test_a_subclass_is_no_tensor(run: Run) -> None:
 
 
 def test_without_looking_at_the_type_a_subclass_passes(run: Run, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(checks, "check_meta", nothing)
+    monkeypatch.setattr(outputs, "check_meta", nothing)
     assert run(LAZY).verdict.fault is Fault.OK
 
 
@@ -97,5 +97,5 @@ EXPANDED = PROBLEM.replace("torch.softmax(x * self.gain, dim=-1)", "x.mean() * t
 def test_an_expanded_view_is_no_output(run: Run, monkeypatch: Patch) -> None:
     expand = candidate("self.touch(x, 1)\nreturn x.mean().expand(24, 65)")
     assert refused(run(expand, EXPANDED).verdict, Fault.INCORRECT, "layout")
-    monkeypatch.setattr(checks, "check_layout", nothing)
+    monkeypatch.setattr(outputs, "check_layout", nothing)
     assert run(expand, EXPANDED).verdict.rule != "layout"

@@ -7,7 +7,7 @@ import pytest
 from kbrl_async.kernels.backends.c.build import CBackend
 from kbrl_async.kernels.verify import proof, similarity, wire
 from kbrl_async.kernels.verify import session as sessions
-from kbrl_async.kernels.verify.checks import Checker
+from kbrl_async.kernels.verify.cpu.own_kernels import OwnKernels
 from protocols.records import Fault
 from tests.unit.kernels.verify.catalogue.exploits import PROBLEM, Patch, Run, candidate, caught, nothing, row
 
@@ -75,7 +75,7 @@ def test_a_kernel_that_the_answer_does_not_need_is_a_decoy(run: Run, way: str) -
 
 @pytest.mark.parametrize("way", DECOYS)
 def test_without_the_muted_run_a_decoy_passes(run: Run, monkeypatch: Patch, way: str) -> None:
-    monkeypatch.setattr(Checker, "prove", nothing)
+    monkeypatch.setattr(OwnKernels, "prove", nothing)
     assert run(DECOYS[way]).verdict.fault is Fault.OK
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kbrl_async.kernels.verify import Bench, checks, reference
-from kbrl_async.kernels.verify.cpu import replay, stopwatch
+from kbrl_async.kernels.verify import Bench, reference
+from kbrl_async.kernels.verify.cpu import own_kernels, replay, stopwatch
 from kbrl_async.kernels.verify.cpu.statics import Statics
-from protocols.records import OBSERVED, Candidate, Fault, Problem, Verdict
+from protocols.records import OBSERVED, Candidate, Fault, Problem, Timing, Verdict
 from tests.unit.kernels.verify.catalogue.exploits import (
     CALL,
     LINEAR,
@@ -215,9 +215,33 @@ def test_a_kernel_that_only_turns_the_librarys_answer_round_is_a_decoy(
 
     assert caught(judged(), "decoy_kernel")
     monkeypatch.setattr(
-        checks, "is_answer", lambda item, wanted: item.shape == wanted.shape and torch.equal(item, wanted)
+        own_kernels, "is_answer", lambda item, wanted: item.shape == wanted.shape and torch.equal(item, wanted)
     )
     assert is_replayed(judged())
+
+
+JOIN = (
+    "void f(const float *a, const float *b, float *y, long n) {"
+    " for (long i = 0; i < n; i++) { y[i] = a[i]; y[n + i] = b[i]; } }"
+)
+HALVES = "a = x[:12] @ self.weight\nb = x[12:] @ self.weight\nself.f(a, b, y, 768)\nreturn y"
+OTHER_HALF = (
+    "void f(const float *x, const float *w, const float *a, float *y, long n, long k) {"
+    " for (long i = 0; i < n * k; i++) y[i] = a[i];"
+    " for (long i = n; i < 2 * n; i++) for (long j = 0; j < k; j++) {"
+    " float s = 0; for (long l = 0; l < k; l++) s += x[i * k + l] * w[l * k + j]; y[i * k + j] = s; } }"
+)
+ITS_HALF = "a = x[:12] @ self.weight\nself.f(x, self.weight, a, y, 12, 64)\nreturn y"
+
+
+@row("wraps the library, try/except fallback, decoy kernel")
+def test_a_kernel_that_only_joins_the_librarys_halves_is_a_decoy_and_one_that_makes_a_half_is_none(
+    judge: Judge, monkeypatch: Patch
+) -> None:
+    assert caught(judge(JOIN, HALVES).verdict, "decoy_kernel")
+    assert is_replayed(judge(OTHER_HALF, ITS_HALF).verdict)
+    monkeypatch.setattr(own_kernels, "are_answer", lambda items, wanted: False)
+    assert is_replayed(judge(JOIN, HALVES).verdict)
 
 
 LOSS = """
@@ -348,6 +372,34 @@ def test_an_observed_speed_holds_even_if_its_process_answers_in_no_time(
     timing = judge(kernel(), CALL).timing
     assert timing is not None
     assert timing.lo == seen[-1][0].interval.lo, "a replay has the reference's own runner"
+
+
+def test_a_time_of_what_was_only_watched_is_none_of_an_equal_source_that_is_replayed(
+    replaying: Bench, compile_raw: Callable[[str], dict[str, Path]], monkeypatch: Patch
+) -> None:
+    """By chance it is the one or the other: a time that its own process forged would be paid as a replayed one."""
+    measured = iter(range(2, 100))
+
+    def measure(*given: object) -> Timing:
+        speedup = float(next(measured))
+        return Timing(8, speedup, 0.9 * speedup, 1.1 * speedup, 1.0, 1.0, spent_s=0.1)
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    source = MODEL.format(
+        source=kernel(),
+        init="        import os\n        self.odd = os.urandom(1)[0] % 2",
+        forward=textwrap.indent("if self.odd:\n    float(x.sum())\n" + CALL, " " * 8),
+    )
+    posed, paths = Problem("L1/04_replayed", 1, "replayed", LINEAR), compile_raw(kernel())
+    seen: dict[str, set[float]] = {}
+    reports = 0
+    while reports < 6 or (len(seen) < 2 and reports < 40):
+        found = replaying.evaluate(posed, Candidate(source, "c"), paths, group="a group")
+        assert found.timing is not None, found.verdict
+        seen.setdefault(found.verdict.trust, set()).add(found.timing.speedup)
+        reports += 1
+    assert len(seen) == 2
+    assert not set.intersection(*seen.values())
 
 
 def test_the_reference_goes_by_the_same_door(judge: Judge) -> None:

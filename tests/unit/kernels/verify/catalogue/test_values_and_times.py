@@ -16,6 +16,7 @@ from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.verify import Bench, fresh, inputs, tolerance, wire
 from kbrl_async.kernels.verify import session as sessions
 from kbrl_async.kernels.verify.checks import Checker
+from kbrl_async.kernels.verify.cpu.own_kernels import OwnKernels
 from kbrl_async.kernels.verify.cpu.stopwatch import Stopwatch
 from kbrl_async.kernels.verify.sets import SetMaker
 from protocols.records import Fault, Problem, Timing
@@ -38,7 +39,7 @@ def test_a_kept_result_is_wrong_for_new_values(run: Run, fresh: Bench, monkeypat
     attack = candidate(CACHES[way], init="self.cache = {}")
     assert run(attack).verdict.fault is Fault.INCORRECT
     monkeypatch.setattr(inputs, "kinds_for", lambda tensors: SAME)
-    monkeypatch.setattr(Checker, "prove", nothing)
+    monkeypatch.setattr(OwnKernels, "prove", nothing)
     assert run(attack, on=fresh).verdict.fault is Fault.OK, "with the same values in all sets it is right"
 
 
@@ -74,7 +75,7 @@ def test_timed_outputs_are_compared_too(run: Run, brief: Bench, monkeypatch: Pat
     assert caught(report.verdict, "wrong_when_timed")
     assert report.timing is None
     monkeypatch.setattr(Stopwatch, "compare_outputs", nothing)
-    monkeypatch.setattr(Checker, "prove", nothing)
+    monkeypatch.setattr(OwnKernels, "prove", nothing)
     assert run(LATER, timing=True, on=brief).verdict.fault is Fault.OK
 
 
@@ -201,7 +202,7 @@ def test_inputs_rounded_to_half_precision_are_incorrect(run: Run, fresh: Bench, 
     assert verdict.fault is Fault.INCORRECT
     assert "binary" not in verdict.message.partition("wrong:")[2], "what is 0 or 1 survives the rounding"
     monkeypatch.setattr(tolerance, "base", lambda dtype: 0.5)
-    monkeypatch.setattr(Checker, "prove", nothing)
+    monkeypatch.setattr(OwnKernels, "prove", nothing)
     assert run(ROUNDED, PRODUCT, on=fresh).verdict.fault is Fault.OK, "with a loose tolerance it passes"
 
 
@@ -227,7 +228,7 @@ def test_half_of_the_work_rescaled_shows_on_spikes_and_graded_inputs(
     assert wrong.fault is Fault.INCORRECT, "even where the tolerance hides it on nominal inputs"
     assert "nominal" not in wrong.message.partition("wrong:")[2]
     monkeypatch.setattr(inputs, "kinds_for", lambda tensors: (inputs.NOMINAL, inputs.KINDS[-1]))
-    monkeypatch.setattr(Checker, "prove", nothing)
+    monkeypatch.setattr(OwnKernels, "prove", nothing)
     with contextlib.closing(Bench(zygote, patient())) as bench:
         assert run(PART, MEAN, on=bench).verdict.fault is Fault.OK, "on nominal inputs alone it passes"
 

@@ -1,7 +1,6 @@
 // Values across the border between Python and C++, against Python's stable C interface: `Caster` takes, `give` gives.
 #pragma once
 #include <exception>
-#include <string>
 #include <tuple>
 #include <vector>
 
@@ -104,18 +103,33 @@ struct Caster;
 
 template <>
 struct Caster<at::Tensor> {
-  static std::string name() { return "torch.Tensor"; }
-  at::Tensor value;
+  static Text name() { return "torch.Tensor"; }
+  const at::Tensor* held = nullptr;
+  at::Tensor value;  // of who may change it, or wants to keep it: Python's own stays as it is
   bool load(PyObject* object) {
     if (!PyObject_IsInstance(object, THPVariableClass)) return false;
     // The layout of THPVariable: the object's head, then the tensor.
-    value = *reinterpret_cast<at::Tensor*>(reinterpret_cast<char*>(object) + 2 * sizeof(void*));
+    held = reinterpret_cast<const at::Tensor*>(reinterpret_cast<char*>(object) + 2 * sizeof(void*));
     return true;
   }
 };
+// What a parameter of type A is given. A tensor that is only read is Python's own, which the call outlives.
+template <class A, class C>
+A taken(C& caster) {
+  return static_cast<A>(caster.value);
+}
+template <class A>
+A taken(Caster<at::Tensor>& caster) {
+  if constexpr (std::is_same_v<A, at::Tensor> || std::is_same_v<A, const at::Tensor&>) {
+    return *caster.held;
+  } else {
+    caster.value = *caster.held;
+    return static_cast<A>(caster.value);
+  }
+}
 template <>
 struct Caster<bool> {
-  static std::string name() { return "bool"; }
+  static Text name() { return "bool"; }
   bool value = false;
   bool load(PyObject* object) {
     if (object == &_Py_TrueStruct || object == &_Py_FalseStruct) {
@@ -131,7 +145,7 @@ struct Caster<bool> {
 };
 template <class T>
 struct Caster<T, std::enable_if_t<std::is_integral_v<T> && !std::is_same_v<T, bool> && !std::is_same_v<T, char>>> {
-  static std::string name() { return "int"; }
+  static Text name() { return "int"; }
   T value = 0;
   bool load(PyObject* object) {
     if (is_a(object, PyFloat_Type)) return false;
@@ -153,7 +167,7 @@ struct Caster<T, std::enable_if_t<std::is_integral_v<T> && !std::is_same_v<T, bo
 };
 template <class T>
 struct Caster<T, std::enable_if_t<std::is_floating_point_v<T>>> {
-  static std::string name() { return "float"; }
+  static Text name() { return "float"; }
   T value = 0;
   bool load(PyObject* object) {
     double wide = PyFloat_AsDouble(object);
@@ -171,9 +185,10 @@ struct Caster<T, std::enable_if_t<std::is_floating_point_v<T>>> {
     return true;
   }
 };
+#ifdef KBRL_STRING
 template <>
 struct Caster<std::string> {
-  static std::string name() { return "str"; }
+  static Text name() { return "str"; }
   std::string value;
   bool load(PyObject* object) {
     ssize_t size = 0;
@@ -186,9 +201,10 @@ struct Caster<std::string> {
     return true;
   }
 };
+#endif
 template <>
 struct Caster<at::Scalar> {
-  static std::string name() { return "torch.Scalar"; }
+  static Text name() { return "torch.Scalar"; }
   at::Scalar value;
   bool load(PyObject* object) {
     if (object == &_Py_TrueStruct || object == &_Py_FalseStruct) {
@@ -208,20 +224,20 @@ struct Caster<at::Scalar> {
 };
 template <class T>
 struct Caster<std::optional<T>> {
-  static std::string name() { return "Optional[" + Caster<T>::name() + "]"; }
+  static Text name() { return Text("Optional[") << Caster<T>::name() << "]"; }
   std::optional<T> value;
   bool load(PyObject* object) {
     value.reset();
     if (object == &_Py_NoneStruct) return true;
     Caster<T> inner;
     if (!inner.load(object)) return false;
-    value = std::move(inner.value);
+    value = taken<T>(inner);
     return true;
   }
 };
 template <class T>
 struct Caster<std::vector<T>> {
-  static std::string name() { return "list[" + Caster<T>::name() + "]"; }
+  static Text name() { return Text("list[") << Caster<T>::name() << "]"; }
   std::vector<T> value;
   bool load(PyObject* object) {
     ssize_t ignored = 0;
@@ -237,14 +253,14 @@ struct Caster<std::vector<T>> {
         PyErr_Clear();
         return false;
       }
-      value.push_back(std::move(inner.value));
+      value.push_back(taken<T>(inner));
     }
     return true;
   }
 };
 template <class T>
 struct Caster<c10::ArrayRef<T>> {
-  static std::string name() { return "list[" + Caster<T>::name() + "]"; }
+  static Text name() { return Text("list[") << Caster<T>::name() << "]"; }
   Caster<std::vector<T>> list;
   c10::ArrayRef<T> value;
   bool load(PyObject* object) {
@@ -279,12 +295,14 @@ template <>
 struct Giver<at::Tensor> {
   static PyObject* give(const at::Tensor& value) { return THPVariable_Wrap(value); }
 };
+#ifdef KBRL_STRING
 template <>
 struct Giver<std::string> {
   static PyObject* give(const std::string& value) {
     return PyUnicode_FromStringAndSize(value.data(), static_cast<ssize_t>(value.size()));
   }
 };
+#endif
 template <class T>
 struct Giver<std::optional<T>> {
   static PyObject* give(const std::optional<T>& value) {

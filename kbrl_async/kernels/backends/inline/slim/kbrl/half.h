@@ -5,9 +5,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <ostream>
 
-#include <c10/macros/Macros.h>
+#include <kbrl/check.h>
 #ifdef KBRL_FP16
 #include <cuda_fp16.h>
 #endif
@@ -126,8 +125,8 @@ KBRL_ARITHMETIC(BFloat16)
 C10_HOST_DEVICE inline bool operator<(BFloat16& a, BFloat16& b) { return float(a) < float(b); }
 C10_HOST_DEVICE inline bool operator>(BFloat16& a, BFloat16& b) { return float(a) > float(b); }
 
-inline std::ostream& operator<<(std::ostream& out, const Half& value) { return out << static_cast<float>(value); }
-inline std::ostream& operator<<(std::ostream& out, const BFloat16& value) { return out << static_cast<float>(value); }
+KBRL_PRINTED(const Half&, static_cast<float>(value))
+KBRL_PRINTED(const BFloat16&, static_cast<float>(value))
 }  // namespace c10
 
 namespace std {

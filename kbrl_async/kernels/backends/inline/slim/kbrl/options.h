@@ -9,7 +9,9 @@ class TypeMeta {
   TypeMeta(c10::ScalarType type) : type_(type) {}
   c10::ScalarType toScalarType() const { return type_; }
   size_t itemsize() const;
+#ifdef KBRL_STRING
   std::string_view name() const;
+#endif
   friend bool operator==(const TypeMeta& a, const TypeMeta& b) { return a.type_ == b.type_; }
   friend bool operator!=(const TypeMeta& a, const TypeMeta& b) { return a.type_ != b.type_; }
 
@@ -33,8 +35,11 @@ struct TensorOptions {
   TensorOptions(Layout layout) : layout_(layout) {}
   TensorOptions(Device device) : device_(device) {}
   TensorOptions(DeviceType type) : device_(Device(type)) {}
+#ifdef KBRL_STRING
   TensorOptions(const std::string& device) : device_(Device(device)) {}
   TensorOptions(const char* device) : device_(Device(std::string(device))) {}
+  TensorOptions device(const char* name) const { return device(Device(std::string(name))); }
+#endif
   TensorOptions(caffe2::TypeMeta dtype) : dtype_(dtype) {}
   TensorOptions(ScalarType dtype) : dtype_(dtype) {}
   TensorOptions(MemoryFormat format) : format_(format) {}
@@ -44,7 +49,6 @@ struct TensorOptions {
     return changed;
   }
   TensorOptions device(DeviceType type, DeviceIndex index = -1) const { return device(Device(type, index)); }
-  TensorOptions device(const char* name) const { return device(Device(std::string(name))); }
   TensorOptions device_index(DeviceIndex index) const { return device(kCUDA, index); }
   TensorOptions dtype(std::optional<caffe2::TypeMeta> dtype) const {
     auto changed = *this;
@@ -111,8 +115,8 @@ inline std::optional<MemoryFormat> check_tensor_options_and_extract_memory_forma
 
 namespace caffe2 {
 inline size_t TypeMeta::itemsize() const { return c10::elementSize(type_); }
-inline std::string_view TypeMeta::name() const {
-  switch (type_) {
+inline const char* name_of(c10::ScalarType type) {
+  switch (type) {
 #define KBRL_NAME(type, label, value) \
   case c10::ScalarType::label:        \
     return #type;
@@ -122,5 +126,8 @@ inline std::string_view TypeMeta::name() const {
       return "complex";
   }
 }
-inline std::ostream& operator<<(std::ostream& out, TypeMeta type) { return out << type.name(); }
+#ifdef KBRL_STRING
+inline std::string_view TypeMeta::name() const { return name_of(type_); }
+#endif
+KBRL_PRINTED(TypeMeta, name_of(value.toScalarType()))
 }  // namespace caffe2

@@ -16,15 +16,15 @@ struct arg_v;
 namespace kbrl {
 // ---- One C++ function behind a Python name.
 struct Argument {
-  std::string name;
+  Text name;
   PyObject* fallback;  // kept for the life of the process, as the module is
 };
 struct Function {
-  std::string name, doc;
+  Text name, doc;
   std::vector<Argument> arguments;
   PyMethodDef method;
   Function* next = nullptr;  // another overload
-  virtual std::string signature() const = 0;
+  virtual Text signature() const = 0;
   // Null without an error: these arguments do not fit.
   virtual PyObject* call(PyObject* args, PyObject* kwargs) = 0;
   virtual ~Function() = default;
@@ -59,27 +59,26 @@ struct Bound final : Function {
     ((fits = fits && load(std::get<I>(casters), I)), ...);
     if (!fits || (kwargs && static_cast<ssize_t>(used) != PyDict_Size(kwargs))) return nullptr;
     if constexpr (std::is_void_v<R>) {
-      function(static_cast<A>(std::get<I>(casters).value)...);
+      function(taken<A>(std::get<I>(casters))...);
       return borrowed(&_Py_NoneStruct);
     } else {
-      PyObject* result = give<std::decay_t<R>>(function(static_cast<A>(std::get<I>(casters).value)...));
+      PyObject* result = give<std::decay_t<R>>(function(taken<A>(std::get<I>(casters))...));
       if (result == nullptr) throw Raised();
       return result;
     }
   }
-  std::string signature() const override {
-    std::string text;
+  Text signature() const override {
+    Text text("(");
     size_t place = 0;
-    ((text += (place ? ", " : "") +
-          (place < arguments.size() ? arguments[place].name : "arg" + std::to_string(place)) + ": " +
-          Caster<std::decay_t<A>>::name(),
-      place++),
-     ...);
-    return "(" + text + ")";
+    ((text << (place ? ", " : "") << named(place) << ": " << Caster<std::decay_t<A>>::name(), place++), ...);
+    return text << ")";
+  }
+  Text named(size_t place) const {
+    return place < arguments.size() ? arguments[place].name : Text("arg") << place;
   }
 };
 
-inline std::string repr(PyObject* object) {
+inline Text repr(PyObject* object) {
   Object text(PyObject_Repr(object));
   const char* words = text ? PyUnicode_AsUTF8AndSize(text.get(), nullptr) : nullptr;
   PyErr_Clear();
@@ -87,13 +86,14 @@ inline std::string repr(PyObject* object) {
 }
 
 inline void complain(const Function* first, PyObject* args) {
-  std::string text = first->name + "(): incompatible function arguments. The following argument types are supported:\n";
+  Text text = first->name;
+  text << "(): incompatible function arguments. The following argument types are supported:\n";
   int number = 1;
   for (const Function* each = first; each; each = each->next) {
-    text += "    " + std::to_string(number++) + ". " + each->signature() + "\n";
+    text << "    " << number++ << ". " << each->signature() << "\n";
   }
-  text += "\nInvoked with: ";
-  for (ssize_t i = 0; i < PyTuple_Size(args); i++) text += (i ? ", " : "") + repr(PyTuple_GetItem(args, i));
+  text << "\nInvoked with: ";
+  for (ssize_t i = 0; i < PyTuple_Size(args); i++) text << (i ? ", " : "") << repr(PyTuple_GetItem(args, i));
   PyErr_SetString(PyExc_TypeError, text.c_str());
 }
 
@@ -200,7 +200,7 @@ class module_ {
     function.arguments.push_back({argument.name, kbrl::borrowed(&_Py_NoneStruct)});
   }
   void note(kbrl::Function& function, const arg_v<const char*>& argument) {
-    function.arguments.push_back({argument.name, kbrl::give(std::string(argument.value))});
+    function.arguments.push_back({argument.name, PyUnicode_FromStringAndSize(argument.value, static_cast<ssize_t>(std::strlen(argument.value)))});
   }
   template <class T>
   void note(kbrl::Function& function, const arg_v<T>& argument) {

@@ -23,26 +23,47 @@ int32_t aoti_torch_get_device_index(const void* tensor, int32_t* result);
 int32_t aoti_torch_get_storage_offset(const void* tensor, int64_t* result);
 int32_t aoti_torch_get_data_ptr(const void* tensor, void** result);
 int32_t aoti_torch_is_contiguous(const void* tensor, bool* result);
+int32_t aoti_torch_new_tensor_handle(const void* tensor, void** result);
+int32_t aoti_torch_delete_tensor_object(void* tensor);
 }
 
 namespace c10 {
-struct TensorImpl : intrusive_ptr_target {};
-struct GeneratorImpl : intrusive_ptr_target {};
+struct TensorImpl {};
 struct UndefinedTensorImpl final : TensorImpl {
   static constexpr TensorImpl* singleton() { return &_singleton; }
 
  private:
   static UndefinedTensorImpl _singleton;
 };
-#ifdef KBRL_COUNTS_WRAPPERS
-// Whoever lets go of a tensor that Python knows tells Python so; without it no returned tensor is ever freed.
-namespace detail {
-template <>
-struct TargetTraits<TensorImpl> {
-  static constexpr bool can_have_pyobject = true;
+// What at::Tensor is: one pointer, counted. libtorch itself counts, in whatever way this version of it does: it is asked
+// for another handle, or to end one, and here is only taken out of the handle's box and put into one.
+class TensorPointer {
+ public:
+  TensorPointer() = default;
+  TensorPointer(const TensorPointer& other) {
+    void* box = nullptr;
+    if (!other) return;
+    TORCH_CHECK(aoti_torch_new_tensor_handle(&other, &box) == 0, "libtorch could not hold this tensor once more");
+    impl_ = *static_cast<TensorImpl**>(box);
+    ::operator delete(box);
+  }
+  TensorPointer(TensorPointer&& other) noexcept : impl_(std::exchange(other.impl_, UndefinedTensorImpl::singleton())) {}
+  TensorPointer& operator=(TensorPointer other) noexcept {
+    std::swap(impl_, other.impl_);
+    return *this;
+  }
+  ~TensorPointer() {
+    if (!*this) return;
+    auto** box = static_cast<TensorImpl**>(::operator new(sizeof(TensorImpl*)));
+    *box = impl_;
+    aoti_torch_delete_tensor_object(box);
+  }
+  explicit operator bool() const { return impl_ != UndefinedTensorImpl::singleton(); }
+  bool operator==(const TensorPointer& other) const { return impl_ == other.impl_; }
+
+ private:
+  TensorImpl* impl_ = UndefinedTensorImpl::singleton();
 };
-}  // namespace detail
-#endif
 enum class IListRefTag { Unboxed, Boxed, Materialized, None };
 // A list of tensors as `cat` takes it.
 template <class T>
@@ -66,8 +87,13 @@ using TensorList = c10::ArrayRef<Tensor>;
 using ITensorListRef = c10::IListRef<Tensor>;
 using c10::IntArrayRef;
 using OptionalIntArrayRef = c10::OptionalArrayRef<int64_t>;
-struct Generator {
-  c10::intrusive_ptr<c10::GeneratorImpl> impl_;
+struct Generator {  // only ever left out here: who has one is built with the full headers
+  Generator() = delete;
+  Generator(const Generator&) {}
+  ~Generator() {}
+
+ private:
+  void* impl_ = nullptr;
 };
 
 class TensorBase {
@@ -79,9 +105,8 @@ class TensorBase {
   TensorBase& operator=(TensorBase&&) & noexcept = default;
 
   bool defined() const { return static_cast<bool>(impl_); }
-  void reset() { impl_.reset(); }
+  void reset() { impl_ = c10::TensorPointer(); }
   bool is_same(const TensorBase& other) const noexcept { return impl_ == other.impl_; }
-  size_t use_count() const noexcept { return impl_.use_count(); }
   int64_t dim() const { return ask<int64_t>(aoti_torch_get_dim); }
   int64_t ndimension() const { return dim(); }
   int64_t numel() const { return ask<int64_t>(aoti_torch_get_numel); }
@@ -106,7 +131,9 @@ class TensorBase {
   bool is_cuda() const { return device().is_cuda(); }
   bool is_floating_point() const { return isFloatingType(scalar_type()); }
   TensorOptions options() const { return TensorOptions().dtype(dtype()).device(device()).layout(layout()); }
+#ifdef KBRL_STRING
   std::string toString() const;
+#endif
 
   void* data_ptr() const { return ask<void*>(aoti_torch_get_data_ptr); }
   void* mutable_data_ptr() const { return data_ptr(); }
@@ -143,7 +170,7 @@ class TensorBase {
 
  protected:
   TensorBase __dispatch_contiguous(c10::MemoryFormat) const;
-  c10::intrusive_ptr<TensorImpl, UndefinedTensorImpl> impl_;
+  c10::TensorPointer impl_;
 
  private:
   template <class T>
@@ -233,8 +260,10 @@ KBRL_OPERATOR(==, x.eq(y), y.eq(x))
 KBRL_OPERATOR(!=, x.ne(y), y.ne(x))
 #undef KBRL_OPERATOR
 
+#ifdef KBRL_STREAMS
 std::ostream& print(std::ostream& stream, const Tensor& tensor, int64_t linesize);
 inline std::ostream& operator<<(std::ostream& out, const Tensor& tensor) { return print(out, tensor, 80); }
+#endif
 inline std::optional<Device> device_of(const Tensor& tensor) {
   return tensor.defined() ? std::make_optional(tensor.device()) : std::nullopt;
 }

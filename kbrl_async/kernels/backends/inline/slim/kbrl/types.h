@@ -6,18 +6,21 @@
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
-#include <iterator>
 #include <limits>
 #include <optional>
-#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
+#ifdef KBRL_STRING
+#include <string>
+#endif
+#if defined(KBRL_STRING) || defined(KBRL_VIEW)
+#include <string_view>
+#endif
 
 #include <kbrl/check.h>
 #include <kbrl/half.h>
-#include <c10/util/intrusive_ptr.h>
 
 #define KBRL_SCALAR_TYPES(_)      \
   _(uint8_t, Byte, 0)             \
@@ -37,7 +40,9 @@
 namespace c10 {
 using DeviceIndex = int8_t;
 using StreamId = int64_t;
+#if defined(KBRL_STRING) || defined(KBRL_VIEW)
 using string_view = std::string_view;
+#endif
 using std::make_optional;
 using std::nullopt;
 using std::nullopt_t;
@@ -78,9 +83,7 @@ inline const char* toString(ScalarType type) {
       return "UNKNOWN_SCALAR";
   }
 }
-inline std::ostream& operator<<(std::ostream& out, ScalarType type) {
-  return out << toString(type);
-}
+KBRL_PRINTED(ScalarType, toString(value))
 inline bool isIntegralType(ScalarType type, bool includeBool) {
   return type <= ScalarType::Long || (type >= ScalarType::UInt16 && type <= ScalarType::UInt64) ||
       (includeBool && type == ScalarType::Bool);
@@ -115,12 +118,21 @@ using ScalarTypeToCPPTypeT = typename ScalarTypeToCPPType<N>::type;
 enum class DeviceType : int8_t { CPU = 0, CUDA = 1, Meta = 14 };
 constexpr DeviceType kCPU = DeviceType::CPU;
 constexpr DeviceType kCUDA = DeviceType::CUDA;
+#ifdef KBRL_STREAMS
 std::ostream& operator<<(std::ostream& stream, DeviceType type);
+#else
+inline kbrl::Text& operator<<(kbrl::Text& out, DeviceType type) {
+  return out << (type == kCPU ? "cpu" : type == kCUDA ? "cuda" : "meta");
+}
+#endif
 
 struct Device final {
   using Type = DeviceType;
   Device(DeviceType type, DeviceIndex index = -1) : type_(type), index_(index) {}
+#ifdef KBRL_STRING
   Device(const std::string& device_string);
+  std::string str() const;
+#endif
   bool operator==(const Device& other) const noexcept { return type_ == other.type_ && index_ == other.index_; }
   bool operator!=(const Device& other) const noexcept { return !(*this == other); }
   DeviceType type() const noexcept { return type_; }
@@ -128,13 +140,19 @@ struct Device final {
   bool has_index() const noexcept { return index_ != -1; }
   bool is_cuda() const noexcept { return type_ == DeviceType::CUDA; }
   bool is_cpu() const noexcept { return type_ == DeviceType::CPU; }
-  std::string str() const;
 
  private:
   DeviceType type_;
   DeviceIndex index_;
 };
+#ifdef KBRL_STREAMS
 std::ostream& operator<<(std::ostream& stream, const Device& device);
+#else
+inline kbrl::Text& operator<<(kbrl::Text& out, const Device& device) {
+  out << device.type();
+  return device.has_index() ? out << ':' << static_cast<int>(device.index()) : out;
+}
+#endif
 
 enum class Layout : int8_t { Strided, Sparse };
 constexpr Layout kStrided = Layout::Strided;
@@ -209,8 +227,13 @@ template <class T>
 bool operator==(const std::vector<T>& a, ArrayRef<T> b) { return ArrayRef<T>(a).equals(b); }
 template <class T>
 bool operator==(ArrayRef<T> a, const std::vector<T>& b) { return a.equals(ArrayRef<T>(b)); }
+#ifdef KBRL_STREAMS
+using Printed = std::ostream;
+#else
+using Printed = kbrl::Text;
+#endif
 template <class T>
-std::ostream& operator<<(std::ostream& out, ArrayRef<T> list) {
+Printed& operator<<(Printed& out, ArrayRef<T> list) {
   out << '[';
   for (size_t i = 0; i < list.size(); i++) out << (i ? ", " : "") << list[i];
   return out << ']';

@@ -1,13 +1,4 @@
-"""The calls of CUDA's driver API that torch has no name for, through ctypes: machine code and its launches, memory that
-can be shared by descriptor, graphs. The one binding, for launchers in children and for the trusted side.
-
-Thin: each raises `CudaError` and decides nothing. Importing it loads no library; `driver()` does, and only `device`
-initialises CUDA (else torch does that). Function pointers are taken once, before any candidate code can run in the
-process.
-
-By ctypes, though wheels of torch bring `cuda.bindings`: only those from 2.10 on and only for GPUs do, a launch through
-ctypes takes two microseconds, and hosts that only build have neither the driver nor the bindings.
-"""
+"""The calls as methods: each raises `CudaError` and decides nothing."""
 
 from __future__ import annotations
 
@@ -16,199 +7,31 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-_POSIX_FD = 1
-_PINNED, _ON_DEVICE = 1, 1
-_READ_WRITE = 3
-EVENT_DEFAULT = 0
-KERNEL, MEMCPY, MEMSET, HOST, CHILD, EMPTY = 0, 1, 2, 3, 4, 5
+from kbrl_async.kernels.cuda_driver.calls import (
+    NEWER,
+    QUICK,
+    SIGNATURES,
+    AccessDesc,
+    AllocationProp,
+    Arguments,
+    CudaError,
+    KernelParams,
+    Launch,
+    Location,
+    MemsetParams,
+)
+
+_ON_DEVICE, _PINNED, _POSIX_FD, _READ_WRITE = 1, 1, 1, 3
+_EVENT_DEFAULT = 0
 _ACCESS_POLICY_WINDOW = 1
 _MAX_THREADS, _STATIC_SHARED, _LOCAL, _REGISTERS, _MAX_DYNAMIC_SHARED = 0, 1, 3, 4, 8
 _DEVICE_SHARED_OPTIN = 97
 _CARVEOUT, _LARGE_CLUSTERS = 9, 14
-_COOPERATIVE, _CLUSTER, _CLUSTER_POLICY, _STREAM_SERIALIZATION = 2, 4, 5, 6
 _RELAXED, _SET_DEPENDENCIES = 2, 1
+KERNEL, MEMCPY, MEMSET, HOST, CHILD, EMPTY = 0, 1, 2, 3, 4, 5
 DEFAULT_SHARED = 48 << 10
 
-_p, _size, _u64, _int, _uint = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint
-_SIGNATURES: dict[str, list[Any]] = {
-    "cuMemGetAllocationGranularity": [_p, _p, _int],
-    "cuMemCreate": [_p, _size, _p, _u64],
-    "cuMemRelease": [_u64],
-    "cuMemAlloc_v2": [_p, _size],
-    "cuMemFree_v2": [_u64],
-    "cuMemExportToShareableHandle": [_p, _u64, _int, _u64],
-    "cuMemImportFromShareableHandle": [_p, _p, _int],
-    "cuMemAddressReserve": [_p, _size, _size, _u64, _u64],
-    "cuMemAddressFree": [_u64, _size],
-    "cuMemMap": [_u64, _size, _size, _u64, _u64],
-    "cuMemUnmap": [_u64, _size],
-    "cuMemSetAccess": [_u64, _size, _p, _size],
-    "cuMemsetD8Async": [_u64, ctypes.c_ubyte, _size, _p],
-    "cuMemcpyDtoDAsync_v2": [_u64, _u64, _size, _p],
-    "cuMemsetD2D8Async": [_u64, _size, ctypes.c_ubyte, _size, _size, _p],
-    "cuMemsetD2D16Async": [_u64, _size, ctypes.c_ushort, _size, _size, _p],
-    "cuMemsetD2D32Async": [_u64, _size, _uint, _size, _size, _p],
-    "cuEventCreate": [_p, ctypes.c_uint],
-    "cuEventDestroy_v2": [_p],
-    "cuEventRecord": [_p, _p],
-    "cuEventElapsedTime": [_p, _p, _p],
-    "cuCtxSynchronize": [],
-    "cuCtxResetPersistingL2Cache": [],
-    "cuGraphCreate": [_p, ctypes.c_uint],
-    "cuGraphDestroy": [_p],
-    "cuGraphAddChildGraphNode": [_p, _p, _p, _size, _p],
-    "cuGraphAddEventRecordNode": [_p, _p, _p, _size, _p],
-    "cuGraphAddMemsetNode": [_p, _p, _p, _size, _p, _p],
-    "cuGraphInstantiateWithFlags": [_p, _p, _u64],
-    "cuGraphExecDestroy": [_p],
-    "cuGraphLaunch": [_p, _p],
-    "cuGraphGetNodes": [_p, _p, _p],
-    "cuGraphNodeGetType": [_p, _p],
-    "cuGraphNodeSetEnabled": [_p, _p, ctypes.c_uint],
-    "cuGraphChildGraphNodeGetGraph": [_p, _p],
-    "cuGraphKernelNodeGetParams_v2": [_p, _p],
-    "cuGraphKernelNodeGetAttribute": [_p, _int, _p],
-    "cuGraphMemsetNodeGetParams": [_p, _p],
-    "cuGraphMemcpyNodeGetParams": [_p, _p],
-    "cuFuncGetModule": [_p, _p],
-    "cuPointerGetAttribute": [_p, _int, _u64],
-    "cuModuleUnload": [_p],
-    "cuFuncGetName": [_p, _p],
-    "cuKernelGetName": [_p, _p],
-    "cuCtxGetCurrent": [_p],
-    "cuStreamBeginCapture_v2": [_p, _int],
-    "cuStreamEndCapture": [_p, _p],
-    "cuModuleLoadData": [_p, ctypes.c_char_p],
-    "cuModuleGetFunction": [_p, _p, ctypes.c_char_p],
-    "cuModuleGetGlobal_v2": [_p, _p, _p, ctypes.c_char_p],
-    "cuFuncGetAttribute": [_p, _int, _p],
-    "cuFuncSetAttribute": [_p, _int, _int],
-    "cuInit": [_uint],
-    "cuDeviceGet": [_p, _int],
-    "cuDeviceGetName": [ctypes.c_char_p, _int, _int],
-    "cuDeviceTotalMem_v2": [_p, _int],
-    "cuDeviceGetAttribute": [_p, _int, _int],
-    "cuLaunchKernel": [_p, *[_uint] * 7, _p, _p, _p],
-}
-_NEWER: dict[str, list[Any]] = {
-    "cuCtxRecordEvent": [_p, _p],
-    "cuLaunchKernelEx": [_p, _p, _p, _p],
-    "cuStreamGetCaptureInfo_v2": [_p, _p, _p, _p, _p, _p],
-    "cuStreamUpdateCaptureDependencies": [_p, _p, _size, _uint],
-    "cuGraphGetEdges_v2": [_p, _p, _p, _p, _p],
-    "cuFuncGetParamInfo": [_p, _size, _p, _p],
-    "cuKernelGetFunction": [_p, _p],
-    "cuTensorMapEncodeTiled": [_p, _int, _uint, _p, _p, _p, _p, _p, _int, _int, _int, _int],
-}
-"""Not in every driver that we run on."""
-_QUICK = frozenset({"cuLaunchKernel", "cuLaunchKernelEx", "cuTensorMapEncodeTiled"})
-"""Called with the interpreter's lock held: they wait for nothing, and so argument buffers can be reused."""
-
-
-class CudaError(RuntimeError):
-    """A driver call answered with an error; `code` is its CUresult."""
-
-    def __init__(self, call: str, code: int, name: str) -> None:
-        self.code = code
-        super().__init__(f"CUDA error {code} ({name}) in {call}")
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
-
-
-class _Config(ctypes.Structure):
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    )
-
-
-class Launch:
-    """Size and attributes of a launch, made once: thread-block clusters, a cooperative grid, or programmatic dependent
-    launch.
-    """
-
-    def __init__(
-        self,
-        grid: Sequence[int],
-        block: Sequence[int],
-        shared: int,
-        *,
-        cluster: Sequence[int] = (1, 1, 1),
-        cooperative: bool = False,
-        serialize: bool = False,
-        spread: bool = False,
-    ) -> None:
-        wanted: list[tuple[int, tuple[int, ...]]] = []
-        if serialize:
-            wanted.append((_STREAM_SERIALIZATION, (1,)))
-        if cooperative:
-            wanted.append((_COOPERATIVE, (1,)))
-        if tuple(cluster) != (1, 1, 1):
-            wanted += [(_CLUSTER, tuple(cluster)), *([(_CLUSTER_POLICY, (1,))] if spread else [])]
-        self._attributes = (_Attribute * max(1, len(wanted)))()
-        for slot, (number, values) in zip(self._attributes, wanted, strict=False):
-            slot.id = number
-            slot.value[: len(values)] = values
-        sizes = (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block)
-        self.config = _Config(*sizes, shared, 0, self._attributes, len(wanted))
-        self.address = ctypes.addressof(self.config)
-
-
-class _Location(ctypes.Structure):
-    _fields_ = (("type", _int), ("id", _int))
-
-
-class _AllocationProp(ctypes.Structure):
-    _fields_ = (
-        ("type", _int),
-        ("handle_types", _int),
-        ("location", _Location),
-        ("win32", _p),
-        ("flags", ctypes.c_ubyte * 8),
-    )
-
-
-class _AccessDesc(ctypes.Structure):
-    _fields_ = (("location", _Location), ("flags", _int))
-
-
-class _KernelParams(ctypes.Structure):
-    _fields_ = (
-        ("func", _p),
-        ("dims", ctypes.c_uint * 6),
-        ("shared", ctypes.c_uint),
-        ("params", _p),
-        ("extra", _p),
-        ("kern", _p),
-        ("ctx", _p),
-    )
-
-
-class _MemsetParams(ctypes.Structure):
-    _fields_ = (
-        ("dst", _u64),
-        ("pitch", _size),
-        ("value", ctypes.c_uint),
-        ("element", ctypes.c_uint),
-        ("width", _size),
-        ("height", _size),
-    )
-
-
-class Arguments:
-    """A reusable block of kernel arguments: the driver copies what the cells hold at each launch."""
-
-    def __init__(self, cells: Sequence[Any]) -> None:
-        self.cells = list(cells)
-        addresses = [ctypes.addressof(cell) for cell in self.cells]
-        self._array = (ctypes.c_void_p * max(1, len(addresses)))(*addresses)
-        self.address = ctypes.addressof(self._array)
+_p, _size, _u64, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_int
 
 
 class Driver:
@@ -220,10 +43,10 @@ class Driver:
         self.images: dict[int, bytes] = {}
         """Machine code by the module that it was loaded as: whose kernel a function is."""
         self._calls: dict[str, Any] = {}
-        for name, arguments in (_SIGNATURES | _NEWER).items():
-            if name in _NEWER and not hasattr(library, name):
+        for name, arguments in (SIGNATURES | NEWER).items():
+            if name in NEWER and not hasattr(library, name):
                 continue
-            function = getattr(quick if name in _QUICK else library, name)
+            function = getattr(quick if name in QUICK else library, name)
             function.argtypes, function.restype = arguments, _int
             self._calls[name] = function
         self._launch = self._calls["cuLaunchKernel"]
@@ -407,7 +230,7 @@ class Driver:
     def fill_in(self, address: int, handle: int, size: int, device: int) -> None:
         """The memory of `handle` behind addresses that were reserved."""
         self.call("cuMemMap", address, size, 0, handle, 0)
-        access = _AccessDesc(_Location(_ON_DEVICE, device), _READ_WRITE)
+        access = AccessDesc(Location(_ON_DEVICE, device), _READ_WRITE)
         try:
             self.call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
         except CudaError:
@@ -425,7 +248,7 @@ class Driver:
         self.call("cuMemRelease", handle)
 
     def event(self) -> int:
-        return int(self._out("cuEventCreate", _p, EVENT_DEFAULT))
+        return int(self._out("cuEventCreate", _p, _EVENT_DEFAULT))
 
     def record_everywhere(self, event: int, stream: int) -> None:
         """After all work that was submitted so far on any stream; where the driver can't, after that on `stream`."""
@@ -451,7 +274,7 @@ class Driver:
 
     def add_memset(self, graph: int, after: int | None, address: int, size: int, value: int) -> int:
         """`size` is in bytes and a multiple of 4."""
-        params = _MemsetParams(address, 0, value, 4, size // 4, 1)
+        params = MemsetParams(address, 0, value, 4, size // 4, 1)
         context = self._out("cuCtxGetCurrent", _p)
         return int(self._out("cuGraphAddMemsetNode", _p, graph, *_after(after), ctypes.byref(params), context))
 
@@ -484,7 +307,7 @@ class Driver:
 
     def kernel_name(self, node: int) -> str:
         """The (mangled) name of a kernel node's function."""
-        params = _KernelParams()
+        params = KernelParams()
         self.call("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(params))
         name = ctypes.c_char_p()
         if params.func:
@@ -506,8 +329,8 @@ def _after(node: int | None) -> tuple[Any, int]:
     return ctypes.byref(_p(node)), 1
 
 
-def _prop(device: int) -> _AllocationProp:
-    return _AllocationProp(_PINNED, _POSIX_FD, _Location(_ON_DEVICE, device), None)
+def _prop(device: int) -> AllocationProp:
+    return AllocationProp(_PINNED, _POSIX_FD, Location(_ON_DEVICE, device), None)
 
 
 @functools.cache

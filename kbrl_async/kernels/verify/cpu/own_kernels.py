@@ -1,0 +1,133 @@
+"""Whether a right candidate's own kernels make its outputs, on a processor: its last calls, without them.
+
+::
+
+    observed:  its launcher skips them ─▶ switched off from outside, in a call that looks like every other one
+    replayed:  a process in which they never were ─▶ (gradients) one without those that upstream gradients reach
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+
+from kbrl_async.kernels.verify import proof, wire
+from kbrl_async.kernels.verify.checks import DEGENERATE_NOTE, Checker
+from kbrl_async.kernels.verify.cpu.replay import CpuReplaySession
+from kbrl_async.kernels.verify.input_set import InputSet, place, tensors_of
+from kbrl_async.kernels.verify.layouts import are_answer, is_answer, runs_of
+from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Session
+from protocols.records import Fault
+
+
+class OwnKernels:
+    """Of the candidate that `checker` has found right; what speaks against it becomes the checker's fault."""
+
+    def __init__(self, checker: Checker) -> None:
+        self._checker = checker
+
+    def prove(self) -> None:
+        """The last calls of a right candidate: without its own kernels its outputs must be wrong.
+
+        First its launcher skips them, and its process says whether an operator had the answer; then the kernels are
+        switched off from outside, in a call that looks like every other one.
+        """
+        # Not the last calls' inputs: what a candidate keeps from those in a scratch buffer is no answer to these.
+        sets = [s for s in self._checker.order[: len(self._checker.order) // 2] if not s.degenerate]
+        if not self._checker.is_recorded or self._checker.fault is not None or self._checker.session is None:
+            return
+        if self._checker.reference.declared.backward and not self._checker.is_replayed:
+            self._checker.refuse(proof.unseen_backward(self._checker.trust_reason))
+        if not sets:
+            self._checker.evidence += f"; {DEGENERATE_NOTE}"
+            return
+        if self._checker.is_replayed:
+            self._checker.refuse(self._not_needed(sets[0]))
+            self._checker.refuse(self._not_needed_backward(sets[0]))
+            return
+        trace, is_right = self._without_kernels(wire.OP_MUTED, sets[0])
+        if self._checker.fault is None and not is_right and self._checker.session.disarm(self._checker.artifacts):
+            is_right = self._without_kernels(wire.OP_RUN, sets[-1])[1]
+        self._checker.refuse(proof.of_muted(trace, is_right))
+
+    def _not_needed(self, input_set: InputSet) -> proof.Finding | None:
+        """Of a replay: without its own kernels, is it right, or does an operator's result hold the answer? Asked of a
+        process in which they never were."""
+        assert isinstance(self._checker.session, CpuReplaySession)
+        input_set.known.load()  # where the reference fails, nothing is shown of the candidate
+        with contextlib.closing(self._checker.session.muted()) as session:
+            self._checker.reference.attach(session)
+            try:
+                return self._found_without(session, input_set)
+            except CandidateFault as fault:
+                if fault.rule == FORGED:
+                    self._checker.accuse(fault)
+        return None
+
+    def _not_needed_backward(self, input_set: InputSet) -> proof.Finding | None:
+        """Where gradients are asked for: are they right without the own kernels that upstream gradients reach?"""
+        if not self._checker.reference.declared.backward:
+            return None
+        assert isinstance(self._checker.session, CpuReplaySession)
+        upstream = tensors_of(self._checker.reference.tree, len(self._checker.reference.tree[1]) - 1)
+        input_set.known.load()
+        try:
+            session = self._checker.session.without_backward(upstream)
+            if session is None:
+                return proof.of_backward(False)
+            with contextlib.closing(session):
+                self._checker.reference.attach(session)
+                place(session, 0, input_set)
+                outcome = session.call(wire.OP_RUN, 0, 2 * self._checker.one_call_s)
+                return proof.of_backward(True) if self._checker.is_right(session, outcome, input_set) else None
+        except CandidateFault as fault:
+            if fault.rule == FORGED:  # by code of its own, which runs there, too
+                self._checker.fault = fault
+        return None
+
+    def _found_without(self, session: Session, input_set: InputSet) -> proof.Finding | None:
+        session.call(wire.OP_POISON_ON, 0, self._checker.one_call_s)
+        place(session, 0, input_set)
+        outcome = session.call(wire.OP_MUTED, 0, 2 * self._checker.one_call_s)
+        outputs, kept = self._parts(outcome)
+        if self._checker.is_right(session, outputs, input_set):
+            return proof.of_muted(outcome.trace, True)
+        results: dict[str, list[wire.TensorMeta]] = {}
+        for name, meta in kept.items():
+            results.setdefault(name.partition(" ")[2], []).append(meta)
+        for operator, metas in results.items():
+            if any(self._holds(session, metas, wanted) for wanted in input_set.expected):
+                return proof.passed_on(operator)
+        return None
+
+    def _holds(self, session: Session, metas: list[wire.TensorMeta], wanted: torch.Tensor) -> bool:
+        """Whether one of an operator's results is the answer, or several that follow each other are its parts."""
+        sizes = [math.prod(meta.shape) for meta in metas]
+        alone = (meta for meta, size in zip(metas, sizes, strict=True) if size == wanted.numel())
+        if any(is_answer(session.read(meta), wanted) for meta in alone):
+            return True
+        parts = (metas[run] for run in runs_of(sizes, wanted.numel()))
+        return any(are_answer([session.read(meta) for meta in run], wanted) for run in parts)
+
+    def _parts(self, outcome: ForwardOutcome) -> tuple[ForwardOutcome, dict[str, wire.TensorMeta]]:
+        try:
+            return outcome.parts()
+        except ValueError as error:
+            raise CandidateFault(Fault.CHEATING, f"{error}", FORGED) from error
+
+    def _without_kernels(self, op: int, input_set: InputSet) -> tuple[wire.Trace | None, bool]:
+        """What its process tells, and whether the outputs are right all the same."""
+        assert self._checker.session is not None
+        input_set.known.load()
+        try:
+            self._checker.session.call(wire.OP_POISON_ON, 0, self._checker.one_call_s)
+            place(self._checker.session, 0, input_set)
+            outcome = self._checker.session.call(op, 0, 2 * self._checker.one_call_s)
+            found = self._checker.compare(self._checker.outputs(outcome), input_set.expected, input_set.tolerances)
+        except CandidateFault as fault:
+            if fault.rule == FORGED:  # no honest process sends that, whatever is missing in it
+                self._checker.accuse(fault)
+            return None, False  # without its kernels it fails or hangs: it needs them, which is all that is asked here
+        return outcome.trace, found.wrong == 0

@@ -1,0 +1,101 @@
+"""What a candidate claims that its calls take, against our own clock and against what its reference's take."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from kbrl_async.kernels.verify.checks import Checker
+from kbrl_async.kernels.verify.cuda.session import TimedCall, TimedSide
+from kbrl_async.kernels.verify.cuda.sides import Sides
+from kbrl_async.kernels.verify.session import CandidateFault
+from protocols.records import Fault
+
+_AUDIT_NS = 5e6
+_LONG_NS = 1_500_000.0
+"""A batch this long is audited well enough by the calls that timed it."""
+_EXTRA_SHARE, _EXTRA_NS = 0.10, 20_000.0
+_EVENT_SHARE, _EVENT_NS = 0.25, 60_000.0
+_ORDINARY_NS = 400_000.0
+"""What an ordinary forward takes with its flushes."""
+_TRUSTED_NS = 50_000.0
+"""Allowed beside the claims of a process that no candidate's host code runs in, before longer calls are taken."""
+_BESIDE_RATIO = 1.5
+
+
+class Claims:
+    """Of one measurement; evidence goes to `checker`."""
+
+    def __init__(self, checker: Checker, sides: Sides) -> None:
+        self._checker, self._sides = checker, sides
+        self._outside: list[tuple[float, float]] = []
+        """What the calls of a pair took beyond their claims: the candidate's, the reference's."""
+        self._claims: list[float] = []
+        self._beside: list[tuple[float, float]] = []
+        self.hidden = 0.0
+        """Nanoseconds of each forward that lie outside of a candidate's events."""
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def note(self, reference: TimedCall, candidate: TimedCall) -> None:
+        """One pair."""
+        self._outside.append((candidate.wall_ns - candidate.elapsed_ns, reference.wall_ns - reference.elapsed_ns))
+        self._claims.append(max(candidate.elapsed_ns, reference.elapsed_ns))
+        self._beside.append((candidate.elapsed_ns, candidate.stream_ns))
+
+    def audit(self) -> None:
+        """What the candidate's calls take beyond their claims, against what the reference's take. A first suspicion is
+        looked into with longer calls: a noisy host must not make a cheat of anybody.
+        """
+        if self._sides.refused:
+            self._refuse_side_stream()
+        claim = statistics.median(self._claims)
+        extra = statistics.median(ours - theirs for ours, theirs in self._outside)
+        allowed = _EXTRA_SHARE * claim + _EXTRA_NS
+        if self._sides.refused:
+            allowed = _EVENT_SHARE * claim + _EVENT_NS
+            extra = self.hidden = self._repeated(claim, _AUDIT_NS)
+        elif self._sides.candidate.is_trusted:
+            ours, theirs = map(min, zip(*self._outside, strict=True))  # of two or three pairs one may be disturbed
+            if ours - theirs <= allowed + _TRUSTED_NS:
+                return
+            extra = self._repeated(claim, _AUDIT_NS)
+        elif claim < _LONG_NS or extra > allowed:
+            extra = self._repeated(claim, _AUDIT_NS)
+        if extra > allowed:
+            extra = self._repeated(claim, 4 * _AUDIT_NS)
+        if extra <= allowed:
+            return
+        if self._sides.candidate.is_trusted:  # nobody forges its times: what the driver does for it (`printf`) counts
+            self.hidden = extra / self._sides.batch
+            return
+        self._checker.evidence = f"claimed {claim / 1000:.0f} µs, {extra / 1000:.0f} µs more by the bench's own clock"
+        text = "a timed call keeps the device busy for longer than between its events: work outside of the timed stream"
+        raise CandidateFault(Fault.CHEATING, text, "side_stream" if self._sides.refused else "forged_time")
+
+    def _refuse_side_stream(self) -> None:
+        """Its time counts on whatever stream it works; that nobody waits for that stream is no honest kernel either."""
+        everywhere = statistics.median(elapsed for elapsed, _ in self._beside)
+        own = statistics.median(stream for _, stream in self._beside)
+        if everywhere > _BESIDE_RATIO * own and everywhere - own > _EXTRA_NS:
+            self._checker.evidence = f"{own / 1000:.0f} µs on torch's stream, {everywhere / 1000:.0f} µs on all streams"
+            text = "forward returns before its work on another stream is waited for"
+            raise CandidateFault(Fault.CHEATING, text, "side_stream")
+
+    def _repeated(self, claim: float, enough_ns: float) -> float:
+        """The same from many replays in each call, where a short batch would drown in the noise of calling; the least
+        of several calls, because a host only ever adds to them.
+        """
+        times = max(2, min(200, math.ceil(enough_ns / max(claim, _ORDINARY_NS if self._sides.refused else 1.0))))
+        least = {id(self._sides.reference): math.inf, id(self._sides.candidate): math.inf}
+        for _ in range(3):
+            for session in (self._sides.reference, self._sides.candidate):
+                many = self._many(session, times)
+                extra = (many.wall_ns - many.elapsed_ns) / times
+                least[id(session)] = min(least[id(session)], extra)
+        return least[id(self._sides.candidate)] - least[id(self._sides.reference)]
+
+    def _many(self, session: TimedSide, times: int) -> TimedCall:
+        limit = max(self._sides.limit_s, times * self._sides.limit_s / 10)
+        return session.events(times, limit) if self._sides.refused else session.replay(times, limit)

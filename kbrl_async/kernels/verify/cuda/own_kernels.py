@@ -1,0 +1,166 @@
+"""Whether a candidate's own kernels make its outputs, on a GPU: by what was captured of it, with and without them."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import torch
+
+from kbrl_async.kernels.verify import compare, proof, wire
+from kbrl_async.kernels.verify.checks import Checker
+from kbrl_async.kernels.verify.cpu.trace import BEFORE
+from kbrl_async.kernels.verify.cuda import proof as cuda_proof
+from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
+from kbrl_async.kernels.verify.cuda.sides import Sides
+from kbrl_async.kernels.verify.input_set import tensors_of
+from kbrl_async.kernels.verify.layouts import is_answer
+from kbrl_async.kernels.verify.session import FORGED, CandidateFault
+from protocols.records import Candidate, Fault
+
+_LOOKS = 6
+"""At most, at the share of own kernels, before too small a one is held against a candidate."""
+_PROVEN = 4
+"""Slots over which own kernels are left out: where half of what is timed is the library's, 15 times of 16 it shows."""
+
+
+class CapturedKernels:
+    """Of the candidate's side; evidence and share go to `checker`."""
+
+    def __init__(self, checker: Checker, sides: Sides) -> None:
+        self._checker, self._sides = checker, sides
+
+    def finding(self, captured: wire.Captured, candidate: Candidate) -> proof.Finding | None:
+        return self._of_all(captured, candidate) or self.of_backward()
+
+    def of_backward(self) -> proof.Finding | None:
+        """Where gradients are asked for, of a replay: are they right without the own kernels of the backward? Those are
+        all that are launched once upstream gradients have been read.
+        """
+        sides, reference = self._sides, self._checker.reference
+        session = sides.candidate
+        if not (reference.declared.backward and isinstance(session, ReplaySession)) or sides.nominal.degenerate:
+            return None
+        slot = session.secret_slots(sides.batch, 1)[0]
+        behind = session.own_behind(tensors_of(reference.tree, len(reference.tree[1]) - 1), slot)
+        if behind is None:
+            return None
+        if not behind:
+            return msgspec.structs.replace(proof.of_backward(False), fault=Fault.UNPROVEN)
+        expected = self._drawn(slot)
+        session.without(behind, slot, sides.limit_s)
+        is_right = sides.differ(session.outputs(slot, slot + 1), expected).wrong == 0
+        return proof.of_backward(True) if is_right else None
+
+    def _of_all(self, captured: wire.Captured, candidate: Candidate) -> proof.Finding | None:
+        if captured.refused:
+            return self._launches()
+        names, session = captured.kernels, self._sides.candidate
+        own = session.own_kernels(candidate.source)
+        if isinstance(session, ReplaySession) and (bare := session.bare_trace) is not None:
+            return proof.of_recorded(bare, has_times=False)
+        if not own:  # `<<<…>>>` without a stream is launched beside any capture: look at what was launched
+            return self._launches()
+        self._checker.evidence = cuda_proof.evidence(names, own)
+        if isinstance(session, ReplaySession) and len(own) == len(names):  # without them nothing runs at all
+            self._checker.own_share, self._checker.evidence = 1.0, cuda_proof.evidence(names, own, 1.0)
+            return None
+        whole = left = math.inf
+        count = self._sides.batch
+        slot, *others = session.secret_slots(count, _PROVEN) if isinstance(session, ReplaySession) else [0]
+        for _ in range(_LOOKS):  # others' work is in these times, too, on either side: the least of each holds
+            whole_ns, left_ns, is_right, answered = self.without(own, slot)
+            whole, left = min(whole, whole_ns), min(left, left_ns)
+            self._checker.evidence = cuda_proof.evidence(names, own, cuda_proof.own_share(whole, left))
+            if isinstance(session, ReplaySession):  # who is observed can answer for its parts as it likes
+                self._checker.own_share = cuda_proof.told_share(names, own, whole, left)
+            if (found := proof.of_muted(wire.Trace(answered=answered), is_right)) is not None:
+                return found
+            if (finding := cuda_proof.of_share(names, own, whole, left)) is None:
+                return self._over(session, others) if isinstance(session, ReplaySession) else None
+        return finding
+
+    def _over(self, session: ReplaySession, slots: list[int]) -> proof.Finding | None:
+        limit = 10 * self._sides.limit_s
+        return cuda_proof.of_other_slots(session, slots, limit, self._drawn, self._found_without)
+
+    def _drawn(self, slot: int) -> list[torch.Tensor]:
+        """New inputs in this slot of both: what the reference answers."""
+        self._sides.fill([slot])
+        return [output.unsqueeze(0) for output in self._expected_of(slot)]
+
+    def _launches(self) -> proof.Finding | None:
+        """As on a CPU, where a forward can't be captured: what the launchers counted, and a call without launches."""
+        self._sides.fill([0])
+        limit, candidate = self._sides.limit_s, self._sides.candidate
+        trace = candidate.call(wire.OP_TRACE, 0, limit).trace
+        assert trace is not None, "a call that is to be told of is, or is refused"
+        found = proof.of_recorded(trace, has_times=False)
+        if found is not None:
+            return found
+        self._checker.evidence = proof.evidence(trace)
+        self._sides.fill([0])
+        expected = self._expected_of(0)
+        try:
+            muted = candidate.call(wire.OP_MUTED, 0, 2 * limit)
+            is_right = self._sides.differ(self._checker.outputs(muted), expected).wrong == 0
+            is_right = is_right and not self._sides.nominal.degenerate  # poison may be right there, too
+        except CandidateFault as fault:
+            if fault.rule == FORGED:
+                raise
+            return None  # it needs its kernels, which is all that is asked here
+        return proof.of_muted(without_chance(muted.trace) if self._sides.nominal.degenerate else muted.trace, is_right)
+
+    def _expected_of(self, slot: int) -> list[torch.Tensor]:
+        outcome = self._sides.reference.call(wire.OP_RUN, slot, self._sides.limit_s)
+        return [self._sides.reference.read(meta) for meta in outcome.tensors]
+
+    def without(self, own: list[str], slot: int) -> tuple[float, float, bool, str]:
+        """Times with and without the own kernels, whether the outputs are right without them, and the operator whose
+        result already is an output.
+        """
+        expected: list[torch.Tensor] = []
+
+        def draw() -> None:
+            expected[:] = self._drawn(slot)
+
+        def renew() -> None:
+            if self._sides.nominal.mutated:
+                draw()
+
+        candidate = self._sides.candidate
+        draw()
+        candidate.poison()
+        whole, left = candidate.muted(own, 10 * self._sides.limit_s, renew, slot)
+        return whole, left, *self._found_without(expected, slot)
+
+    def _found_without(self, expected: list[torch.Tensor], slot: int) -> tuple[bool, str]:
+        """After a run over this slot without own kernels: is it right, and which operator's result is the answer?"""
+        sides = self._sides
+        if sides.differ(sides.candidate.outputs(slot, slot + 1), expected).wrong == 0 and not sides.nominal.degenerate:
+            return True, ""
+        return False, sides.candidate.answered(lambda one: self._is_one(one, expected), slot)
+
+    def _is_one(self, got: torch.Tensor, expected: list[torch.Tensor]) -> bool:
+        """Whether a tensor holds all values of an output, in whatever order and shape."""
+        for wanted, tolerance in zip(expected, self._sides.nominal.tolerances, strict=True):
+            is_exact = wanted.numel() == 1 or not wanted.is_floating_point()
+            if got.numel() == wanted.numel() and is_exact and is_answer(got, wanted.to(got.device)):
+                return True
+            if got.numel() == wanted.numel() > 1 and wanted.is_floating_point() and got.is_floating_point():
+                a, b = got.flatten().to(wanted.dtype), wanted.flatten()
+                if compare.difference(a, b, tolerance).wrong == 0:
+                    return True
+                # sorting takes several times their memory: first whether the least and the largest may be the same
+                ends = [torch.stack(one.aminmax()) for one in (a, b)]
+                is_near = compare.difference(ends[0], ends[1], tolerance).wrong == 0
+                if is_near and compare.difference(a.sort()[0], b.sort()[0], tolerance).wrong == 0:
+                    return True
+        return False
+
+
+def without_chance(trace: wire.Trace | None) -> wire.Trace | None:
+    """Where every call has the same answer, memory that an own kernel is given may still hold an earlier one's."""
+    if trace is None or trace.answered != BEFORE:
+        return trace
+    return msgspec.structs.replace(trace, answered="")

@@ -1,0 +1,91 @@
+"""Stretches of an arena, as (begin, end) in bytes: which are free, which meet, and how they are poisoned."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT
+
+POISON = 0x7F
+SMALL = 32 * ALIGNMENT
+"""Stretches up to this many bytes are poisoned all at once."""
+Span = tuple[int, int]
+
+
+class Stretches:
+    """Memory that is poisoned together."""
+
+    def __init__(self, raw: torch.Tensor, spans: Iterable[Span]) -> None:
+        parts = [raw[begin:end] for begin, end in spans]
+        self._large = [part for part in parts if part.numel() > SMALL]
+        self._small = [part for part in parts if part.numel() <= SMALL]
+        self._stamps = [_stamp(raw.device)[: part.numel()] for part in self._small]
+
+    def poison(self) -> None:
+        for part in self._large:
+            part.fill_(POISON)
+        if self._small:
+            torch._foreach_copy_(self._small, self._stamps)
+
+
+@functools.cache
+def _stamp(device: torch.device) -> torch.Tensor:
+    return torch.full((SMALL,), POISON, dtype=torch.uint8, device=device)
+
+
+def complement(taken: Iterable[Span], end: int) -> list[Span]:
+    """The stretches of (0, end) that none of these covers.
+
+    >>> complement([(2, 4), (6, 8)], 10)
+    [(0, 2), (4, 6), (8, 10)]
+    """
+    left, at = [], 0
+    for begin, stop in sorted(taken):
+        if begin > at:
+            left.append((at, begin))
+        at = max(at, stop)
+    return [*left, (at, end)] if at < end else left
+
+
+def touches(one: Span, others: Sequence[Span]) -> bool:
+    return any(one[0] < end and begin < one[1] for begin, end in others)
+
+
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """Those of one slot may share bytes: two outputs may be views of one buffer.
+
+    >>> joined([(4, 8), (0, 6), (9, 9), (10, 12)])
+    [(0, 8), (10, 12)]
+    """
+    found: list[Span] = []
+    for begin, end in sorted(one for one in spans if one[0] < one[1]):
+        if found and begin < found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def stretches_of(written: Iterable[Span], size: int) -> list[int]:
+    """Where blocks of so many bytes may begin that several of these cover, and none alone.
+
+    >>> stretches_of([(0, 256), (256, 512), (1024, 1280)], 512)
+    [0]
+    """
+    spans = sorted(set(written))
+    covered: list[Span] = []
+    for begin, end in spans:
+        if covered and begin <= covered[-1][1]:
+            covered[-1] = (covered[-1][0], max(end, covered[-1][1]))
+        else:
+            covered.append((begin, end))
+    alone = {begin for begin, end in spans if end - begin >= size}
+    return [
+        begin
+        for first, last in covered
+        for begin in dict.fromkeys(begin for begin, _ in spans if first <= begin and begin + size <= last)
+        if size and begin not in alone and begin % ALIGNMENT == 0
+    ]

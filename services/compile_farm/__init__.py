@@ -1,0 +1,1 @@
+"""Compile farm: untrusted source in, content-addressed artifact out."""

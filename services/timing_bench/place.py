@@ -1,0 +1,72 @@
+"""Where a bench or a verifier works, and whom it shares that with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from kbrl_async.kernels.timing import Recipe, resolution
+from kbrl_async.kernels.timing.device import hardware_of
+from kbrl_async.kernels.timing.turns import DeviceTurns
+from kbrl_async.kernels.verify import BenchOptions, bench_options
+from kbrl_async.kernels.verify.options import ALONE_SHARE
+from services.runtime.capabilities import bench_device, memory_share
+from services.runtime.quiet import shared_resources
+from services.runtime.service import Service
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one process: its core and its device."""
+
+    is_verifier: bool
+    is_behind: bool
+    """A bench that times what verifiers have proven."""
+    core: int
+    device: str
+    hardware: str
+    turns: DeviceTurns | None
+    """With the other benches and verifiers of this device; None where there are none."""
+    resource: str
+    """The device as quiet windows name it."""
+    asks_for_quiet: bool
+    """Samplers or learners are on it."""
+    cache: Path
+    """Of what was found out about this host."""
+
+    @classmethod
+    def of(cls, service: Service) -> Place:
+        """:raises MissingTool: the run needs a GPU and this host has none."""
+        settings, counts = service.config.timing_bench, service.config.processes
+        is_verifier = service.name == "verifier"
+        cores = service.layout.compile if is_verifier else service.layout.bench
+        is_behind = counts.verifier > 0 and not is_verifier
+        device = bench_device(settings.device, service.config.backend, service.instance, from_last=is_behind)
+        resource = shared_resources(device)[0]
+        turns = None
+        if "timing_bench" in settings.shares_with or (counts.verifier and device != "cpu"):
+            turns = DeviceTurns(service.run_dir / "locks" / resource.replace("/", "-"))
+        return cls(
+            is_verifier=is_verifier,
+            is_behind=is_behind,
+            core=cores[service.instance % len(cores)],
+            device=device,
+            hardware=hardware_of(device),
+            turns=turns,
+            resource=resource,
+            asks_for_quiet=not is_verifier and bool(set(settings.shares_with) - {"timing_bench"}),
+            cache=resolution.cache_folder(service.config.cache_path),
+        )
+
+    def options(self, service: Service) -> BenchOptions:
+        """How a bench of this run verifies and times here."""
+        settings = service.config.timing_bench
+        return bench_options(
+            settings,
+            self.device,
+            (self.core,),
+            recipe=Recipe.of(settings, resolved=resolution.for_run(self.cache, service.run_dir, self.hardware)),
+            memory_share=1.0 if self.turns is None else memory_share(service.config, service.name),
+            alone_share=ALONE_SHARE,
+            is_light=self.is_behind,
+        )
