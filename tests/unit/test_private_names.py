@@ -19,6 +19,7 @@ REMAINING: dict[str, tuple[int, str]] = {
     "tests/protocol/test_nanny.py": (3, "children that live for minutes"),
     "tests/tinker_models.py": (1, "of a stand-in of the tests' own"),
     "tests/unit/cli/test_launch.py": (2, "honcho's own hooks"),
+    "tests/unit/kernels/backends/test_lean.py": (2, "the command that a build runs, to see what it reads"),
     "tests/unit/kernels/backends/test_triton.py": (4, FORWARDS),
     "tests/unit/kernels/verify/record/test_graph.py": (
         1,
@@ -29,8 +30,10 @@ REMAINING: dict[str, tuple[int, str]] = {
     "tests/unit/kernels/verify/record/test_second_recorders.py": (37, RECORDERS),
     "tests/unit/kernels/verify/test_cuda_parts.py": (11, FORWARDS),
     "tests/unit/kernels/verify/test_large.py": (2, "a secret draw: what is in memory when one is made"),
+    "tests/unit/kernels/verify/test_memory.py": (2, FORWARDS),
     "tests/unit/kernels/verify/test_no_memory.py": (3, RECORDERS),
     "tests/unit/kernels/verify/test_one_set.py": (35, FORWARDS),
+    "tests/unit/kernels/verify/test_replay_parts.py": (5, FORWARDS),
     "tests/unit/kernels/verify/test_reservations.py": (4, FORWARDS),
     "tests/unit/kernels/verify/test_shared_arenas.py": (5, FORWARDS),
     "tests/unit/kernels/verify/test_spared.py": (4, FORWARDS),

@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import torch
-from kbrl_async.kernels.verify.cuda.replay.outline import ways
 
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.verify import compare, wire
