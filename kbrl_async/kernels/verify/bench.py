@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 import msgspec
+import torch
 
 from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.kernels.backends import backend, modules_of
@@ -147,7 +148,7 @@ class Bench:
         self._notice_restart()
         self._device.enter()
         job = _Job(problem, candidate, artifacts, timing, strictness, tick, watch, verified, group, StageClock())
-        with pinned(self.options.cores), _without_gradients(), ExitStack() as after:
+        with pinned(self.options.cores), torch.no_grad(), ExitStack() as after:
             after.callback(self.references.rest)  # what others wait for is theirs afterwards
             family, verdict, timed = self._tried(job)
         timed = None if timed is None else msgspec.structs.replace(timed, ratios=())
@@ -425,9 +426,3 @@ class Bench:
 def _is_clearly_slower(timed: Timing, options: BenchOptions) -> bool:
     """Whether how much slower it is earns little (`Recipe.enough_below`)."""
     return not timed.is_disturbed and timed.hi < options.recipe.enough_below
-
-
-def _without_gradients() -> AbstractContextManager[object]:
-    import torch
-
-    return torch.no_grad()

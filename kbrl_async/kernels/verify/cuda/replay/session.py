@@ -17,9 +17,8 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-import struct
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ import torch
 from kbrl_async.kernels import stages
 from kbrl_async.kernels.sandbox import Isolation
 from kbrl_async.kernels.verify import allowed, compare, values, wire
-from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, BASE, DeviceArena
+from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.replay import orders
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Image
@@ -37,18 +36,16 @@ from kbrl_async.kernels.verify.cuda.replay.stretches import (
     Stretches,
     complement,
     joined,
+    reads,
     stretches_of,
     touches,
 )
 from kbrl_async.kernels.verify.cuda.session import TimedCall
-from kbrl_async.kernels.verify.recording import Kernel, Memcpy, Node, Operator, Recording, counted, digest, ways
+from kbrl_async.kernels.verify.recording import Kernel, Memcpy, Operator, Recording, counted, digest, plain, ways
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
 from kbrl_async.kernels.verify.validation import overlap, span
 from protocols.records import REPLAYED, Fault
 
-_GAPS = 32
-"""A gap between two inputs is at most so many times the alignment."""
-_LARGE, _PAGE, _PAGES = 1 << 20, 2 << 20, 3
 _ORDERS = 2
 _TELLS_NS = 1e6
 _MOST_STRETCHES = 64
@@ -57,28 +54,10 @@ _STRAY = "forward writes to memory that is neither its output nor its own: an in
 _KEPT = "an output returned earlier was overwritten by a later call: allocate a new output in each call"
 
 
-def place_inputs(
-    tensors: list[torch.Tensor], slots: int, rng: random.Random
-) -> tuple[list[list[wire.TensorMeta]], int]:
-    """Places for the inputs of each slot, at distances that nobody can foresee, and their end."""
-    placed: list[list[wire.TensorMeta]] = []
-    end = 0
-    for _ in range(slots):
-        metas: list[wire.TensorMeta] = []
-        for tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
-            step = ALIGNMENT if size < _LARGE else _PAGE  # large ones begin with a page, as the driver's own do
-            end = values.padded(end, step) + rng.randint(1, _GAPS if size < _LARGE else _PAGES) * step
-            metas += values.layout([tensor], end, step)[0]
-            end += values.padded(size, ALIGNMENT)
-        placed.append(metas)
-    return placed, values.padded(end + ALIGNMENT, _PAGE)
-
-
 class ReplaySession:
     """One candidate in a player. Raises `CandidateFault` for what its kernels did, `InfraError` for what the host did.
 
-    `recorded_in`: the arena of its recorder, which holds the image. `inputs`: as `place_inputs` gave them.
+    `recorded_in`: the arena of its recorder, which holds the image. `inputs`: as `stretches.place_inputs` gave them.
 
     :raises Unreplayable: its machine code can't be loaded here.
     """
@@ -109,7 +88,7 @@ class ReplaySession:
         self.kernels = {name: found for forward in reversed(every) for name, found in counted(forward).items()}
         self.plan = digest(every)
         self._image = [recorded_in.raw[begin:end].clone() for begin, end in recording.image]
-        self._outputs = [[_plain(meta) for meta in forward.outputs] for forward in recording.forwards]
+        self._outputs = [[plain(meta) for meta in forward.outputs] for forward in recording.forwards]
         taken = [*recording.image, *(span(meta) for slot in inputs for meta in slot)]
         self._rest = complement(taken, recording.used)
         self._taken = taken
@@ -406,7 +385,7 @@ class ReplaySession:
         """
         spans = [span(self._inputs[0][number]) for number in inputs]
         nodes = self._recording.forwards[0].nodes
-        first = next((number for number, node in enumerate(nodes) if _reads(node, spans)), None)
+        first = next((number for number, node in enumerate(nodes) if reads(node, spans)), None)
         if first is None:
             return None
         return tuple(number for number, node in enumerate(nodes) if number >= first and isinstance(node, Kernel))
@@ -433,7 +412,7 @@ class ReplaySession:
             if isinstance(node, Operator):
                 for meta in node.results if allowed.does_work(node.name) else ():
                     found = allowed.base_of(node.name)
-                    if is_answer(self._arena.view(_plain(meta))):
+                    if is_answer(self._arena.view(plain(meta))):
                         return found
                 written += map(span, node.results)
             elif isinstance(node, Memcpy):
@@ -448,18 +427,3 @@ class ReplaySession:
                 if is_answer(self._arena.view(wire.TensorMeta(meta.dtype, (math.prod(meta.shape),), (1,), begin))):
                     return True
         return False
-
-
-def _reads(node: Node, spans: Sequence[Span]) -> bool:
-    """Whether an argument lies there: of a kernel, any pointer in the bytes of its parameters."""
-    if isinstance(node, Kernel):
-        words = [word for one in node.arguments for (word,) in struct.iter_unpack("<Q", one[: len(one) // 8 * 8])]
-        return any(begin <= word - BASE < end for word in words for begin, end in spans)
-    if isinstance(node, Operator):
-        return any(touches(span(meta), spans) for meta in node.tensors)
-    return isinstance(node, Memcpy) and touches((node.source, node.source + node.size), spans)
-
-
-def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:
-    """What type it had in Python is nothing that data has."""
-    return wire.TensorMeta(meta.dtype, meta.shape, meta.strides, meta.place)
