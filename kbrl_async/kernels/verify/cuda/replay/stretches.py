@@ -1,4 +1,4 @@
-"""Stretches of an arena, as (begin, end) in bytes: where inputs lie, which are free, which meet, which a node reads, and
+"""Stretches of an arena, as (begin, end) in bytes: where inputs lie, which are free, which meet, what a node reads, and
 how they are poisoned.
 """
 
