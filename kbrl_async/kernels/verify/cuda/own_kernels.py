@@ -41,14 +41,15 @@ class CapturedKernels:
         session = sides.candidate
         if not (reference.declared.backward and isinstance(session, ReplaySession)) or sides.nominal.degenerate:
             return None
-        behind = session.own_behind(tensors_of(reference.tree, len(reference.tree[1]) - 1))
+        slot = session.secret_slots(sides.batch, 1)[0]
+        behind = session.own_behind(tensors_of(reference.tree, len(reference.tree[1]) - 1), slot)
         if behind is None:
             return None
         if not behind:
             return msgspec.structs.replace(proof.of_backward(False), fault=Fault.UNPROVEN)
-        expected = self._drawn(0)
-        session.without(behind, sides.limit_s)
-        is_right = sides.differ(session.outputs(0, 1), expected).wrong == 0
+        expected = self._drawn(slot)
+        session.without(behind, slot, sides.limit_s)
+        is_right = sides.differ(session.outputs(slot, slot + 1), expected).wrong == 0
         return proof.of_backward(True) if is_right else None
 
     def _of_all(self, captured: wire.Captured, candidate: Candidate) -> proof.Finding | None:

@@ -168,20 +168,21 @@ def proven_backward(behind: tuple[int, ...] | None, is_right: bool) -> tuple[Fin
     """Of a replay whose gradients are right, or not, without these kernels, and what was done for it."""
     sides, checker, done = Mock(nominal=Mock(degenerate=False), limit_s=1.0), Mock(), list[str]()
     session = cast(Any, ReplaySession.__new__(ReplaySession))
-    session.own_behind = lambda inputs: behind if list(inputs) == [1] else None
-    session.without = lambda nodes, deadline_s: done.append(f"without {nodes}")
+    session.secret_slots = lambda count, most: [5]
+    session.own_behind = lambda inputs, slot: behind if (list(inputs), slot) == ([1], 5) else None
+    session.without = lambda nodes, slot, deadline_s: done.append(f"without {nodes} of {slot}")
     session.outputs = lambda *given: []
+    sides.candidate, sides.fill = session, lambda slots: done.append(f"drawn {slots}")
+    sides.reference.call.return_value.tensors = []
+    sides.differ.return_value.wrong = 0 if is_right else 3
     checker.reference = Mock(tree=["L", [["T", 0], ["L", [["T", 1]]]]])
     checker.reference.declared.backward = "all"
-    sides.candidate, sides.fill = session, lambda slots: done.append("drawn")
-    sides.reference.call.return_value.tensors = []
-    sides.differ = lambda got, expected: Mock(wrong=0 if is_right else 3)
     return CapturedKernels(checker, sides).of_backward(), done
 
 
 def test_gradients_that_are_right_without_own_kernels_of_the_backward_are_the_librarys() -> None:
     found, done = proven_backward((2, 3), True)
-    assert done == ["drawn", "without (2, 3)"]
+    assert done == ["drawn [5]", "without (2, 3) of 5"]
     assert found is not None
     assert (found.rule, found.fault) == ("decoy_kernel", Fault.CHEATING)
     assert proven_backward((2, 3), False)[0] is None

@@ -501,7 +501,7 @@ def operator(*places: int) -> Operator:
 def test_own_kernels_of_a_backward_are_those_from_the_first_that_reads_upstream_gradients_on(
     nodes: list[Any], behind: tuple[int, ...] | None
 ) -> None:
-    assert with_gradients(*nodes)[0].own_behind([1]) == behind
+    assert with_gradients(*nodes)[0].own_behind([1], 0) == behind
 
 
 def test_a_forward_without_some_nodes_is_poison_first_and_where_it_faults_it_needs_them() -> None:
@@ -509,7 +509,7 @@ def test_a_forward_without_some_nodes_is_poison_first_and_where_it_faults_it_nee
     asked: list[Any] = []
     host.done = lambda order, deadline_s: asked.append(order)  # type: ignore[method-assign]
     host.arena.raw[OTHER:] = 9
-    made.without((1,), 1.0)
+    made.without((1,), 0, 1.0)
     assert (asked[-1].slot, asked[-1].is_muted, asked[-1].left_out) == (0, False, (1,))
     assert host.arena.raw[OTHER : OTHER + 16].eq(0x7F).all()
 
@@ -518,7 +518,7 @@ def test_a_forward_without_some_nodes_is_poison_first_and_where_it_faults_it_nee
 
     host.done, host.revive = faults, lambda: host.arena  # type: ignore[method-assign, attr-defined]
     host.arena.raw[OTHER:] = 9
-    made.without((1,), 1.0)
+    made.without((1,), 0, 1.0)
     assert host.arena.raw[OTHER : OTHER + 16].eq(0x7F).all()
 
 

@@ -30,18 +30,19 @@ from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.replay import orders
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Image
+from kbrl_async.kernels.verify.cuda.replay.reach import own_kernels_behind
 from kbrl_async.kernels.verify.cuda.replay.stretches import (
     POISON,
     Span,
     Stretches,
     complement,
     joined,
-    reads,
     stretches_of,
     touches,
 )
 from kbrl_async.kernels.verify.cuda.session import TimedCall
-from kbrl_async.kernels.verify.recording import Kernel, Memcpy, Operator, Recording, counted, digest, plain, ways
+from kbrl_async.kernels.verify.layouts import are_parts
+from kbrl_async.kernels.verify.recording import Memcpy, Operator, Recording, counted, digest, plain, ways
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
 from kbrl_async.kernels.verify.validation import overlap, span
 from protocols.records import REPLAYED, Fault
@@ -63,9 +64,7 @@ class ReplaySession:
     """
 
     trust, trust_reason = REPLAYED, ""
-    keeps_outputs = False
-    reads_in_place = True
-    is_trusted = True
+    keeps_outputs, reads_in_place, is_trusted = False, True, True
 
     def __init__(
         self,
@@ -371,31 +370,26 @@ class ReplaySession:
             return False
         return True
 
+    def own_behind(self, inputs: Collection[int], slot: int) -> tuple[int, ...] | None:
+        """As `own_kernels_behind` says, of these inputs of a slot."""
+        return own_kernels_behind(
+            self._recording.forwards[slot], [span(self._inputs[slot][number]) for number in inputs]
+        )
+
+    def without(self, nodes: tuple[int, ...], slot: int, deadline_s: float) -> None:
+        """A forward over this slot without these nodes; what needs them finds poison."""
+        try:
+            self.run(slot, deadline_s, left_out=nodes)
+        except CandidateFault:
+            self._revive()
+
     def _revive(self) -> None:
-        """An operator faulted on poison: it needs what own kernels make, whose outputs then are poison."""
+        """An operator faults on poison: it needs what own kernels make."""
         with self._as_tried():
             self._arena = self._host.revive()
         self._see()
         self._is_warm, self._captured = not self.has_operators, 0
         self.poison()
-
-    def own_behind(self, inputs: Collection[int]) -> tuple[int, ...] | None:
-        """Numbers of the own kernels of a forward over slot 0 that come no sooner than what first reads one of these
-        inputs; None where nothing is seen to read them.
-        """
-        spans = [span(self._inputs[0][number]) for number in inputs]
-        nodes = self._recording.forwards[0].nodes
-        first = next((number for number, node in enumerate(nodes) if reads(node, spans)), None)
-        if first is None:
-            return None
-        return tuple(number for number, node in enumerate(nodes) if number >= first and isinstance(node, Kernel))
-
-    def without(self, nodes: tuple[int, ...], deadline_s: float) -> None:
-        """A forward over slot 0 without these nodes; what needs them finds poison."""
-        try:
-            self.run(0, deadline_s, left_out=nodes)
-        except CandidateFault:
-            self._revive()
 
     def _least(self, slot: int, is_muted: bool, deadline_s: float) -> float:
         """Of three runs; long ones tell at once."""
@@ -408,15 +402,21 @@ class ReplaySession:
         """After `muted`: the operator whose result already is the answer, as far as `is_answer(tensor)` says."""
         found = ""
         written: list[Span] = []
+        results: dict[str, list[torch.Tensor]] = {}
         for node in self._recording.forwards[slot].nodes:
             if isinstance(node, Operator):
                 for meta in node.results if allowed.does_work(node.name) else ():
-                    found = allowed.base_of(node.name)
-                    if is_answer(self._arena.view(plain(meta))):
+                    found, result = allowed.base_of(node.name), self._arena.view(plain(meta))
+                    if is_answer(result):
                         return found
+                    results.setdefault(found, []).append(result)
                 written += map(span, node.results)
             elif isinstance(node, Memcpy):
                 written.append((node.to, node.to + node.size))
+        sizes = {math.prod(meta.shape) for meta in self._outputs[slot]}
+        for operator, parts in results.items():
+            if any(are_parts(parts, size, is_answer) for size in sizes):
+                return operator
         return found if found and self._is_put_together(written, is_answer, slot) else ""
 
     def _is_put_together(self, written: list[Span], is_answer: Callable[[torch.Tensor], bool], slot: int) -> bool:

@@ -1,20 +1,15 @@
-"""Stretches of an arena, as (begin, end) in bytes: where inputs lie, which are free, which meet, what a node reads, and
-how they are poisoned.
-"""
+"""Stretches of an arena, as (begin, end) in bytes: where inputs lie, what is free, what meets, how it is poisoned."""
 
 from __future__ import annotations
 
 import functools
 import random
-import struct
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from kbrl_async.kernels.verify import values, wire
-from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, BASE
-from kbrl_async.kernels.verify.recording import Kernel, Memcpy, Node, Operator
-from kbrl_async.kernels.verify.validation import span
+from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT
 
 POISON = 0x7F
 _GAPS = 32
@@ -117,13 +112,3 @@ def stretches_of(written: Iterable[Span], size: int) -> list[int]:
         for begin in dict.fromkeys(begin for begin, _ in spans if first <= begin and begin + size <= last)
         if size and begin not in alone and begin % ALIGNMENT == 0
     ]
-
-
-def reads(node: Node, spans: Sequence[Span]) -> bool:
-    """Whether an argument lies there: of a kernel, any pointer in the bytes of its parameters."""
-    if isinstance(node, Kernel):
-        words = [word for one in node.arguments for (word,) in struct.iter_unpack("<Q", one[: len(one) // 8 * 8])]
-        return any(begin <= word - BASE < end for word in words for begin, end in spans)
-    if isinstance(node, Operator):
-        return any(touches(span(meta), spans) for meta in node.tensors)
-    return isinstance(node, Memcpy) and touches((node.source, node.source + node.size), spans)
