@@ -160,3 +160,8 @@ def _name(node: Node) -> str:
     if isinstance(node, Operator):
         return node.name
     return "aten::fill_" if isinstance(node, Memset) else "aten::copy_"
+
+
+def plain(meta: wire.TensorMeta) -> wire.TensorMeta:
+    """What type it had in Python is nothing that data has."""
+    return wire.TensorMeta(meta.dtype, meta.shape, meta.strides, meta.place)

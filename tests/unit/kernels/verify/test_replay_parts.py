@@ -23,8 +23,9 @@ from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
 from kbrl_async.kernels.verify.cuda.replay.places import Places
 from kbrl_async.kernels.verify.cuda.replay.program import Program
-from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, place_inputs
+from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
 from kbrl_async.kernels.verify.cuda.replay.steps import KernelStep, OperatorStep, Refused
+from kbrl_async.kernels.verify.cuda.replay.stretches import place_inputs
 from kbrl_async.kernels.verify.proof import of_recorded
 from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Operator, Recording, ways
 from kbrl_async.kernels.verify.session import CandidateFault

@@ -25,7 +25,8 @@ from kbrl_async.kernels.verify.cuda.record.session import MAX_SERVED, Recorders,
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, ShortOfMemory, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
-from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, place_inputs
+from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
+from kbrl_async.kernels.verify.cuda.replay.stretches import place_inputs
 from kbrl_async.kernels.verify.cuda.starting import NoRoom, NotStarted
 from kbrl_async.kernels.verify.recording import Recording, decode
 from kbrl_async.kernels.verify.replies import Malformed
