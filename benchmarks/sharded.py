@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import json
 import math
+import multiprocessing as mp
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -19,9 +21,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from benchmarks import weights
 from benchmarks.harness import Commands, Result, say
 from kbrl_async.learning import checkpoints, efficiency
 from kbrl_async.learning.distributed import ProcessGroup
+from kbrl_async.learning.engine import LocalEngine
 from kbrl_async.learning.policies.models import DTYPES, wrap_lora
 from kbrl_async.learning.policies.streaming import RandomWeights, skeleton
 from kbrl_async.learning.settings import Learner
@@ -30,7 +34,10 @@ from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.sizing import footprint, layout
 from kbrl_async.shapes import ModelShape, read_shape, shape_of
+from kbrl_async.weights import Canaries
+from kbrl_async.weights.direct import Sender
 from protocols.records import TrainGroup, TrainSample
+from services.learner.publishing import Publisher
 
 commands = Commands("sharded", __doc__)
 TINY = shape_of({"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
@@ -104,17 +111,92 @@ def updates(
     return found
 
 
+@commands
+def flight(
+    shape: Annotated[str, "tiny, 300m, or a public model of Qwen3's kind"] = "tiny",
+    samplers: Annotated[int, "processes on the GPUs after the ranks': NCCL takes one GPU each"] = 1,
+    count: Annotated[int, "versions; the first is a warm-up"] = 4,
+    length: Annotated[int, "tokens of an update's sequences"] = 256,
+    write: Annotated[bool, "files are written beside, as in a run"] = True,
+) -> Result:
+    """From the last optimiser step to all samplers' first answers by the new version, which each rank sends its rows
+    of, and whose canaries are proven."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    ranks = ProcessGroup(device)
+    learner = Learner(
+        epochs=1, minibatches=1, negative_scale=1.0, token_budget=length, shard=True, processes=max(2, ranks.size)
+    )
+    trainer = _trainer(shape, 0, learner, ranks, weights.config_of(shape))
+    if ranks.rank:
+        trainer.follow()
+        trainer.close()
+        sys.exit(0)
+    root = Path(tempfile.mkdtemp())
+    engine = LocalEngine(
+        trainer, "", Canaries(weights.CANARY, []), root, root, "bf16" if device.type == "cuda" else "fp32"
+    )
+    sender = Sender("127.0.0.1", device, 60.0, say, ranks.size)
+    assert engine.send_parts(sender.meeting, 60.0)
+    publisher, pipes = Publisher(root, sender, skips=True), []
+    for number in range(samplers):
+        ours, theirs = mp.get_context("spawn").Pipe()
+        place = f"cuda:{ranks.size + number}" if device.type == "cuda" else "cpu"
+        args = (root, ["direct"] * count, f"sampler.{number + 1}", shape, place, theirs)
+        mp.get_context("spawn").Process(target=weights.sample, args=args, daemon=True).start()
+        pipes.append(ours)
+    assert all(pipe.recv()[0] == "ready" for pipe in pipes)
+    rows, groups = [], _group(shape, length, ranks.size)
+    for version in range(count):
+        trainer.step(groups, 1.0)
+        rows.append(_published(engine, publisher, version, pipes, write))
+        _say(f"v{version}", rows[-1])
+    publisher.finish()
+    engine.close()
+    publisher.close()
+    size = sum(p.numel() for p in trainer.parameters.values()) * (2 if device.type == "cuda" else 4)
+    found: Result = {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0]}
+    found |= {"shape": shape, "ranks": ranks.size, "samplers": samplers, "gigabytes": size / 1e9}
+    shutil.rmtree(root, ignore_errors=True)
+    return found | {"ok": max(row["canary_error"] for row in rows) < 0.1}
+
+
+def _published(
+    engine: LocalEngine, publisher: Publisher, version: int, pipes: list[Any], write: bool
+) -> dict[str, float]:
+    stepped = time.time()
+    engine.keep(publisher.free())
+    freed = time.time()
+    pending = engine.publish(version, None)
+    if not write and version:
+        pending = msgspec.structs.replace(pending, fill=lambda _: {"": ""})
+    publisher.begin(pending, lambda: None)
+    critical = time.time() - stepped
+    answers = [pipe.recv() for pipe in pipes]
+    assert {answer[0] for answer in answers} == {version}
+    return {
+        "critical_s": critical,
+        "freed_s": freed - stepped,
+        "first_answer_s": max(at for _, at, _, _ in answers) - stepped,
+        "received_s": max(seconds for _, _, seconds, _ in answers),
+        "canary_error": max(error for _, _, _, error in answers),
+    }
+
+
 def _shape(name: str) -> ModelShape:
-    return TINY if name == "tiny" else read_shape(name)
+    toys = {"tiny": TINY, "300m": shape_of({"model_type": "qwen3", **weights.TOYS["300m"]})}
+    return toys[name] if name in toys else read_shape(name)
 
 
-def _trainer(shape: str, lora_rank: int, learner: Learner, ranks: ProcessGroup) -> Trainer:
+def _trainer(
+    shape: str, lora_rank: int, learner: Learner, ranks: ProcessGroup, given: dict[str, Any] | None = None
+) -> Trainer:
+    """`given`: its configuration, in place of the shape's own."""
     on_gpu = ranks.device.type == "cuda"
     arithmetic = torch.bfloat16 if on_gpu else torch.float32
     held = arithmetic if lora_rank else DTYPES["bf16" if learner.master_dtype == "bfloat16" else "fp32"]
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        config = {**_shape(shape).as_config(), "max_position_embeddings": 40960, "rope_theta": 1e6}
+        config = given or {**_shape(shape).as_config(), "max_position_embeddings": 40960, "rope_theta": 1e6}
         (Path(folder) / "config.json").write_text(json.dumps(config))
         model = skeleton(folder, held)
     if lora_rank:

@@ -47,12 +47,17 @@ CANARY = [5, 9, 14, 3, 27, 33, 8, 21, 40, 2, 17, 11]
 Shape = Literal["tiny", "300m", "qwen3-4b"]
 
 
+def config_of(shape: str) -> dict[str, Any]:
+    """Of Qwen3's kind."""
+    sizes = TOYS[shape] if shape in TOYS else read_shape(shape).as_config()
+    common = {"max_position_embeddings": 40_960, "tie_word_embeddings": True, "eos_token_id": 1}
+    return {**sizes, **common, "model_type": "qwen3"}
+
+
 def make_model(shape: str, device: str, dtype: torch.dtype, seed: int) -> torch.nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    sizes = TOYS[shape] if shape in TOYS else read_shape(shape).as_config()
-    common = {"max_position_embeddings": 40_960, "tie_word_embeddings": True, "eos_token_id": 1}
-    config = Qwen3Config(**{**sizes, **common}, dtype=dtype)
+    config = Qwen3Config(**config_of(shape), dtype=dtype)
     torch.manual_seed(seed)
     torch.set_default_dtype(dtype)
     try:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.rewriting import rewrite
-from tests.running import Run
+from tests.running import Run, RunFolder, made_once
 
 with contextlib.suppress(ImportError):  # hosts with a GPU run their tests without it
     from hypothesis import HealthCheck, settings
@@ -22,7 +24,21 @@ with contextlib.suppress(ImportError):  # hosts with a GPU run their tests witho
     settings.load_profile("patient")
 
 
-def pytest_collection(session: pytest.Session) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """What is collected lasts, as torch does. Python's search for garbage would go through it again and again: a tenth
+    of the time of collecting, and some of each test's.
+    """
+    _rewrite_share(session)
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _rewrite_share(session: pytest.Session) -> None:
     """Of a whole suite each worker rewrites the asserts of its share of files, and finds the others' in the cache: to
     rewrite all takes as long as the rest of collecting.
     """
@@ -39,12 +55,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def policy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tiny policy is kept: the first run makes it, the others find it, those of another worker too."""
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for what takes long to make: all workers find it."""
     session = tmp_path_factory.getbasetemp()
-    cache = (session.parent if "PYTEST_XDIST_WORKER" in os.environ else session) / "policies"
-    cache.mkdir(exist_ok=True)
-    return cache
+    return session.parent if "PYTEST_XDIST_WORKER" in os.environ else session
+
+
+@pytest.fixture(scope="session")
+def interrupted_run(shared: Path) -> RunFolder:
+    """A run that made the tiny policy, was stopped after its first update, and went on to its end when it was started
+    again. `policies` beside it is the cache that it began with nothing in."""
+
+    def make(folder: Path) -> None:
+        run = Run(folder, folder / "policies", "max_steps=3")
+        try:
+            run.until(lambda: run.updates() >= 1)
+            os.killpg(run.process.pid, signal.SIGINT)
+            assert run.wait() == 130, run.tail()
+            assert not (run.path / "summary.json").exists()
+        finally:
+            run.close()
+        again = Run(folder, folder / "policies", "max_steps=3")
+        try:
+            assert again.wait() == 0, again.tail()
+        finally:
+            again.close()
+
+    return RunFolder(made_once(shared / "interrupted", make))
+
+
+@pytest.fixture(scope="session")
+def policy_cache(interrupted_run: RunFolder) -> Path:
+    """Where the tiny policy is kept. Made by each of several runs at once, it took a minute of a core each time."""
+    return interrupted_run.path.parent.parent / "policies"
 
 
 @pytest.fixture

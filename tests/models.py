@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kbrl_async.learning.settings import Learner
 from kbrl_async.runs.config import Config
@@ -29,6 +28,8 @@ SMALLER = {"num_hidden_layers": 1, "num_attention_heads": 2}
 
 def tiny_model(seed: int = 0, scale: float = 4.0, **changes: object) -> torch.nn.Module:
     """A model of `SHAPE`, but for `changes`. Matrices are scaled: far from uniform, so that a wrong log-prob shows."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM  # ranks of a plain policy do without it
+
     torch.manual_seed(seed)
     model: torch.nn.Module = Qwen2ForCausalLM(Qwen2Config(**{**SHAPE, **changes})).eval()
     with torch.no_grad():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +26,7 @@ TINY = (
     "eval_samples=1",
     "max_minutes=10",
     "sft.examples=4000",
-    "sft.max_seconds=120",
+    "sft.max_seconds=1200",
     "sft.steps=300",
     "sft.batch_tokens=1024",
     "sft.lr=0.004",
@@ -32,19 +34,53 @@ TINY = (
     "sft.layers=2",
     "log_level=debug",
 )
-"""Twenty seconds of SFT: a policy whose kernels compile now and then, so that every stage has work."""
-PATIENCE_S = 400.0
+"""Half a minute of SFT, or ten on a host that others load: one that is cut would be made again by each run. A policy
+whose kernels compile now and then, so that every stage has work."""
+PATIENCE_S = 1500.0
 """What a run of a minute has on the slowest machine: for what hangs, not for what is slow."""
 SERVICES = ("compile_farm", "timing_bench", "sampler", "reward_aggregator", "learner", "broker")
 
 
-class Run:
+def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """`folder`, made by the first of several workers that want it; the others wait. A try that failed is made again."""
+    whole = folder / "WHOLE"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not whole.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            whole.touch()
+    return folder
+
+
+class RunFolder:
+    """What a run has left in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "runs" / "default"
+
+    def log(self, process: str) -> list[dict[str, Any]]:
+        """The JSON lines of a process's log."""
+        path = self.path / "logs" / f"{process}.1.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may still be written
+
+    def updates(self) -> int:
+        return sum(line["event"] == "update" for line in self.log("reward_aggregator"))
+
+    def summary(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
+        return loaded
+
+
+class Run(RunFolder):
     """`kbrl train` with its output in a file; killed, with all its processes, when the test ends."""
 
     def __init__(
         self, folder: Path, cache: Path, *overrides: str, environment: Mapping[str, str] | None = None
     ) -> None:
-        self.path = folder / "runs" / "default"
+        super().__init__(folder)
         self.output = folder / "output.txt"
         command = [sys.executable, "-m", "kbrl_async", "train", f"log_path={folder / 'runs'}", f"cache_path={cache}"]
         kept = ("KBRL_WEDGED_S",)
@@ -71,19 +107,6 @@ class Run:
             assert self.process.poll() is None, f"the run ended too early:\n{self.tail()}"
             assert time.monotonic() < deadline, f"waited {PATIENCE_S} s in vain:\n{self.tail()}"
             time.sleep(0.1)
-
-    def log(self, process: str) -> list[dict[str, Any]]:
-        """The JSON lines of a process's log."""
-        path = self.path / "logs" / f"{process}.1.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may still be written
-
-    def updates(self) -> int:
-        return sum(line["event"] == "update" for line in self.log("reward_aggregator"))
-
-    def summary(self) -> dict[str, Any]:
-        loaded: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
-        return loaded
 
     def children(self, service: str) -> list[int]:
         """The working processes of a service, its nannies left out."""
@@ -126,7 +149,7 @@ def assert_counters_add_up(summary: dict[str, Any]) -> None:
     assert summary["groups_admitted"] == sum(summary[name] for name in ends), summary
 
 
-def assert_figures_are_true(run: Run) -> None:
+def assert_figures_are_true(run: RunFolder) -> None:
     """All that the run printed follows from its archive, by other formulas, and its funnel adds up. `wall_s` is left to
     tests of given clocks: here two processes read theirs, and a busy host may stop one of them in between.
     """

@@ -39,7 +39,25 @@ from benchmarks.harness import Commands, Result
 commands = Commands("figures", __doc__)
 
 CLOSE = 1e-9
-NO_FIGURE = ("run", "seed", "method", "loss", "advantage", "preset", "config_hash", "versions", "demonstrations")
+PREFIXES = {
+    "held-out problems": "heldout_",
+    "of families that are trained on": "heldout_instance_",
+    "of families that are not": "heldout_family_",
+    "flagged problems": "heldout_filtered_",
+}
+"""Of the fields, by the end of a part's title on the terminal."""
+NO_FIGURE = (
+    "run",
+    "seed",
+    "method",
+    "loss",
+    "advantage",
+    "preset",
+    "config_hash",
+    "versions",
+    "demonstrations",
+    "heldout_kinds",
+)
 _CELLS = re.compile(r"\s*[│┃]\s*")
 _PART = re.compile(r"(?:First|last): ([\d,]+) answers? of versions? (\d+)(?:–(\d+))?")
 
@@ -140,7 +158,7 @@ def _tables(rows: list[list[str]]) -> Iterator[tuple[str, tuple[str, str], dict[
     for row in rows:
         if len(row) == 3 and row[1].startswith("before"):
             yield prefix, ends, found
-            prefix = "heldout_" if row[0] == "held-out problems" else "heldout_filtered_"
+            prefix = next(of for words, of in PREFIXES.items() if row[0].endswith(words))
             ends, found = ("before", "after"), {"answers": [_count(cell) for cell in row[1:]]}
         elif len(row) == 3 and row[0] in (*NAMES, "success_rate", "compile_fix_rate"):
             found[row[0]] = row[1:]

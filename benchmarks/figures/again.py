@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def again(archive: ArchivedTurns, run: Path) -> Iterator[tuple[str, Any]]:
         yield "avg_turns", turns_of(versions.of(versions.by))["avg_turns"]
     yield "answers_left_out", versions.left_out
     yield "by_version", _curve(versions)
-    yield from _heldout(archive)
+    kinds = json.loads((run / "summary.json").read_text()).get("heldout_kinds") or {}
+    yield from _heldout(archive, kinds)
     before, after = (_best_turns(archive.answers(f"r.purpose = '{when}'")) for when in ("before", "after"))
     timed = [answer for answer in (*answers, *before, *after) if answer.correct and answer.speedup is not None]
     yield "timings", len(timed)
@@ -96,11 +98,15 @@ def _curve(versions: AnswersByVersion) -> list[dict[str, Any]]:
     return points
 
 
-def _heldout(archive: ArchivedTurns) -> Iterator[tuple[str, Any]]:
+def _heldout(archive: ArchivedTurns, kinds: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """`kinds`: of problems by id, which follow from what is trained on and stand in no archive."""
     for when in ("before", "after"):
         answers = _best_turns(archive.answers(f"r.purpose = '{when}'"))
         flagged = [a for a in answers if a.key in archive.records and archive.records[a.key].flagged]
         yield from _heldout_figures(answers, "heldout_", when)
+        for kind in sorted({kinds[a.problem] for a in answers if a.problem in kinds}):
+            mine = [a for a in answers if kinds.get(a.problem) == kind]
+            yield from _heldout_figures(mine, f"heldout_{kind}_", when)
         if flagged:
             yield "heldout_problems_flagged", len({a.problem for a in flagged})
             yield from _heldout_figures([a for a in answers if a not in flagged], "heldout_filtered_", when)

@@ -80,6 +80,10 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
     keep: list[int]
 
 
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """No rank sends anything to samplers any more: the meeting ends."""
+
+
 class Gather(msgspec.Struct, frozen=True, tag=True):
     """All trained weights, to rank 0."""
 
@@ -88,7 +92,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """There is no more to do."""
 
 
-Order = Train | Probe | Save | LoadShares | Meet | Hold | Gather | End
+Order = Train | Probe | Save | LoadShares | Meet | Hold | Leave | Gather | End
 
 
 class Replica(Protocol):

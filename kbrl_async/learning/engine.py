@@ -223,4 +223,5 @@ class LocalEngine:
         """Ends what is being written, and lets the other ranks go."""
         if self._collector is not None:
             self._collector.close()
+            self.trainer.leave()
         self.trainer.close()

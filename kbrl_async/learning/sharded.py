@@ -88,8 +88,8 @@ class ShardedModel:
         """This rank's of the same weights, a range of each one's first dimension: no rank waits for another."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
-                assert isinstance(parameter, DTensor)
-                yield name, parameter.to_local().detach()
+                held: Any = parameter.detach()
+                yield name, held.to_local()
 
 
 class _Whole(torch.nn.Module):

@@ -22,7 +22,18 @@ from kbrl_async.durable import disk_full, file_sha256, wants_room
 from kbrl_async.errors import CheckpointError, ConfigError, InfraError, NonFiniteLoss
 from kbrl_async.learning import metrics as m
 from kbrl_async.learning import shards, training_state
-from kbrl_async.learning.distributed import Gather, Hold, LoadShares, Meet, Order, Probe, ProcessGroup, Save, Train
+from kbrl_async.learning.distributed import (
+    Gather,
+    Hold,
+    Leave,
+    LoadShares,
+    Meet,
+    Order,
+    Probe,
+    ProcessGroup,
+    Save,
+    Train,
+)
 from kbrl_async.learning.forward_backward import Tick, computes_bf16, forward_backward
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.optimizer import guarded_step, make_adamw
@@ -60,6 +71,7 @@ class Trainer(Updates):
         self.model, self.process_group, self._sharded = model, process_group, sharded
         self._saving: Future[Any] | None = None
         self._part: PartSender | None = None
+        self._has_met = False
         self._rows = Snapshots()
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         """All that is trained, by name: switching between adapters hides the others' from `requires_grad`."""
@@ -123,6 +135,8 @@ class Trainer(Updates):
                 self.meet(order.meeting, order.dtype, order.patience_s)
             case Hold():
                 self._hold(order.version, order.keep)
+            case Leave():
+                self.leave()
             case Gather():
                 collections.deque(self.gathered_weights() or (), maxlen=0)
 
@@ -141,8 +155,6 @@ class Trainer(Updates):
     def close(self) -> None:
         """Waits for what is being written; rank 0 lets the others go."""
         self.settle()
-        if self._part is not None:
-            self._part.close()
         if self.process_group is not None:
             self.process_group.close()
 
@@ -219,11 +231,24 @@ class Trainer(Updates):
                 self._part = PartSender(meeting, group.rank, group.device, patience_s)
             except InfraError:
                 can = False
-        can = group.all_agree(can)
-        if not can and self._part is not None:
-            self._part.close()
-            self._part = None
-        return can
+        self._has_met = group.all_agree(can)
+        if not self._has_met:
+            self._close_part()
+        return self._has_met
+
+    def leave(self) -> None:
+        """Has no rank send rows any more, and returns when none does; nothing where they have not met."""
+        if self._has_met:
+            self._has_met = False
+            assert self.process_group is not None
+            self._tell(Leave())
+            self._close_part()
+            self.process_group.all_agree(True)
+
+    def _close_part(self) -> None:
+        part, self._part = self._part, None
+        if part is not None:
+            part.close()
 
     def held(self, version: int, keep: Collection[int]) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's rows of all trained weights, as every other rank's are from now on that version's (`meet`). Of

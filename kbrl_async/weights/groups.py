@@ -144,7 +144,7 @@ def filled(pieces: Placed, tensors: Mapping[str, torch.Tensor], stage: torch.Ten
 
 
 def whole(
-    bucket: Placed, sources: Sequence[Callable[[Placed], torch.Tensor]], memory: Memory
+    bucket: Placed, sources: Sequence[Callable[[Placed], torch.Tensor]], memory: BucketMemory
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a bucket out of what each part gives of it; each is there until the next bucket's."""
     if len(sources) == 1:
@@ -165,7 +165,7 @@ def whole(
         yield entry.name, stage[place : place + entry.nbytes].view(DTYPES[entry.dtype]).view(entry.shape)
 
 
-class Memory:
+class BucketMemory:
     """Of one bucket at a time, as large as the largest so far."""
 
     def __init__(self, device: torch.device) -> None:
@@ -213,7 +213,7 @@ class TransferGroup:
     ) -> None:
         """InfraError where somebody of it does not come."""
         self._device, self.patience_s, self._part, self._parts = device, patience_s, part, meeting.parts
-        self._memory = Memory(device)
+        self._memory = BucketMemory(device)
         store = dist.PrefixStore(f"group/{link}/{part}" if part else f"group/{link}", meeting.store(patience_s))
         try:
             self._group = (
@@ -271,7 +271,7 @@ class Incoming:
         self, meeting: Meeting, link: int, rank: int, size: int, device: torch.device, patience_s: float
     ) -> None:
         """InfraError where one of them does not come."""
-        self._device, self._memory = device, Memory(device)
+        self._device, self._memory = device, BucketMemory(device)
         self._groups: list[TransferGroup] = []
         try:
             for part in range(meeting.parts):

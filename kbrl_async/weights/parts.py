@@ -28,8 +28,8 @@ from kbrl_async.errors import InfraError
 from kbrl_async.weights.direct import ASK_S, BROKEN, LOOK_S, SENT
 from kbrl_async.weights.groups import (
     LOST,
+    BucketMemory,
     Meeting,
-    Memory,
     Placed,
     Store,
     TensorEntry,
@@ -204,7 +204,7 @@ class Collector:
         """On the host, each there until the next one is asked for. `mine`: this rank's rows. InfraError where another
         rank has gone, or does not hold that version any more."""
         store = self._asked(version, index)
-        own, memory = Memory(HOST), Memory(HOST)
+        own, memory = BucketMemory(HOST), BucketMemory(HOST)
 
         def from_here(pieces: Placed) -> torch.Tensor:
             return filled(pieces, mine, own.room(pieces))

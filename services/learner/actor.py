@@ -65,8 +65,9 @@ class Learning:
         return learning
 
     def close(self) -> None:
-        self._publisher.close()
+        self._publisher.finish()
         self._engine.close()
+        self._publisher.close()
 
     async def failed(self) -> None:
         """Raises where a version could not be written, as `train` would; never returns."""

@@ -73,9 +73,13 @@ class Publisher:
         """Raises as soon as a version can't be written; never returns."""
         await asyncio.wrap_future(self._failed)
 
+    def finish(self) -> None:
+        """Returns when the last version is on disk: until then other ranks must give their rows of it."""
+        self._pool.shutdown()
+
     def close(self) -> None:
-        """The last version is on disk."""
-        self._pool.shutdown()  # first: other ranks' rows of it come by the sender's store
+        """The last version is on disk, and nobody is sent any more."""
+        self.finish()
         if self._sender is not None:
             self._sender.close()
 

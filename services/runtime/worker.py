@@ -261,7 +261,7 @@ class Worker:
         elif now - self._lonely_since >= LONELY_S:
             self._lonely_since = now
             has_keys = self._keys is not None
-            asyncio.get_running_loop().run_in_executor(None, _warn, self._address, LONELY_S, has_keys)
+            asyncio.get_running_loop().run_in_executor(None, tell, self._address, LONELY_S, has_keys)
 
     def _is_wedged(self, now: float) -> bool:
         wedge_s = self._options.wedge_s
@@ -391,7 +391,7 @@ class Worker:
         self._channel.close()
 
 
-def _warn(address: str, silent_s: float, has_keys: bool) -> None:
+def tell(address: str, silent_s: float, has_keys: bool) -> None:
     """One warning. May block on a name server: not for an event loop."""
     said = f"no answer from the broker at {address} for {silent_s:.0f} s"
     if reason := unresolved(address):

@@ -33,7 +33,7 @@ fault:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_run_survives_the_death_of_every_kind_of_process(start_run: Callable[..., Run], tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(PLAN)

@@ -31,10 +31,10 @@ from kbrl_async.lab.optimize import engine
 from kbrl_async.lab.optimize.targets import Given, read_target
 from tests.commands import NOT_RUN, READING
 from tests.pages import ROOT, Command, Page, pages
-from tests.running import Run
+from tests.running import RunFolder
 from tests.unit.lab.plan.test_observing import lines as steady_run
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 PAGES = [page for page in pages() if page.commands]
 
@@ -99,22 +99,20 @@ def block(page: str, language: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, policy_cache: Path) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, interrupted_run: RunFolder) -> Path:
     """A folder as a reader would have it: a finished run under the names that pages use, and files of his own."""
     place = Path(tmp_path_factory.mktemp("reader"))
-    run = Run(place, policy_cache, "max_steps=1", "eval_samples=0")
-    try:
-        assert run.wait() == 0, run.tail()
-    finally:
-        run.close()
+    of_process = ("sockets", "*.lock")
+    shutil.copytree(interrupted_run.path, place / "runs" / "default", ignore=shutil.ignore_patterns(*of_process))
+    path = RunFolder(place).path
     for name in ("first-try", "level-1", "one", "two", "three", "second"):
-        left_out = shutil.ignore_patterns("artifacts", "checkpoints", "policies", "sockets", "*.lock")
-        shutil.copytree(run.path, place / "runs" / name, ignore=left_out)
+        left_out = shutil.ignore_patterns("artifacts", "checkpoints", "policies", *of_process)
+        shutil.copytree(path, place / "runs" / name, ignore=left_out)
     # what one update of so small a policy may lack: a correct kernel, and seconds enough to be measured
-    (run.path / "kernels").mkdir(exist_ok=True)
-    (run.path / "kernels" / "L1_13_softmax.py").write_text(SOFTMAX)
+    (path / "kernels").mkdir(exist_ok=True)
+    (path / "kernels" / "L1_13_softmax.py").write_text(SOFTMAX)
     steady = b"".join(msgspec.json.encode(sample) + b"\n" for sample in steady_run())
-    (run.path / "metrics" / "system.jsonl").write_bytes(steady)
+    (path / "metrics" / "system.jsonl").write_bytes(steady)
     for name in ("configs", "deploy", "examples", "Procfile", "benchmarks"):
         (place / name).symlink_to(ROOT / name)
     _files_of_the_reader(place)
@@ -156,7 +154,7 @@ def here(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def newest(place: Path) -> None:
     """`kbrl prepare` has made another run the newest."""
     latest = place / "runs" / "latest"
-    latest.unlink()
+    latest.unlink(missing_ok=True)
     latest.symlink_to("default")
 
 

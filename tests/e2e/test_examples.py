@@ -12,7 +12,7 @@ import pytest
 
 from tests.running import REPOSITORY, TINY
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 STEP = re.compile(
     r"^policy 0: (L1/\w+)(?:, L1/\w+)*: (\d+) answers, \d+ compiled, \d+ correct .* ─▶ policy 1, loss -?\d",

@@ -30,14 +30,14 @@ WORDS = ("batch_size=2", "group_size=4", "max_steps=2", "level=1", "lora_rank=8"
 def test_a_model_that_is_a_config_alone_is_trained_on_given_answers(tmp_path: Path) -> None:
     (folder := tmp_path / "toy").mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPE))
-    command = [sys.executable, "-m", "kbrl_async", "rehearse", "--model", str(folder), "--length", "120:1.2"]
+    command = [sys.executable, "-m", "kbrl_async", "rehearse", "--model", str(folder), "--length", "60:1.2"]
     done = subprocess.run(
         [*command, "--right", "0.5", "--json", *WORDS], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = msgspec.json.decode(done.stdout.splitlines()[-1])
     assert found["updates"] == 2
-    assert found["tokens_median"] > 100
+    assert found["tokens_median"] > 50
     assert 0.2 < found["correct"] < 1
     assert {p["name"] for p in found["processes"]} >= {"learner.1", "sampler.1", "timing_bench.1", "compile_farm.1"}
     assert not list(tmp_path.rglob("model-*.safetensors")), "random weights stay only with --keep"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,28 +12,22 @@ from kbrl_async.lab.small_policy.configured import small_options
 from kbrl_async.lab.small_policy.making import ensure_small_policy
 from kbrl_async.runs.config import load
 from tests.ports import free_port
-from tests.running import TINY, Run, assert_counters_add_up, assert_figures_are_true
+from tests.running import TINY, Run, RunFolder, assert_counters_add_up, assert_figures_are_true
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 Start = Callable[..., Run]
 
 
 @pytest.mark.long
-def test_an_interrupted_run_goes_on_where_it_stopped_and_ends_with_a_summary_that_adds_up(start_run: Start) -> None:
-    run = start_run("max_steps=3")
-    run.until(lambda: run.updates() >= 1)
-    os.killpg(run.process.pid, signal.SIGINT)
-    assert run.wait() == 130
-    assert not (run.path / "summary.json").exists()
-    before = run.updates()
-
-    again = start_run("max_steps=3")
-    assert again.wait() == 0, again.tail()
-    summary = again.summary()
+def test_an_interrupted_run_goes_on_where_it_stopped_and_ends_with_a_summary_that_adds_up(
+    interrupted_run: RunFolder,
+) -> None:
+    """How it was stopped, and ended, the fixture holds it to."""
+    again, summary = interrupted_run, interrupted_run.summary()
     assert_counters_add_up(summary)
     assert (summary["updates"], summary["groups_trained"]) == (3, 6)
-    assert again.updates() == 3, f"{before} before the stop: an update was done twice or lost"
+    assert again.updates() == 3, "an update was done twice or lost"
     assert summary["max_staleness"] <= 2
     assert summary["rollouts"] >= 24
     # its second part is one update long, too short to see every process at work
@@ -51,21 +43,34 @@ def test_an_interrupted_run_goes_on_where_it_stopped_and_ends_with_a_summary_tha
     assert_figures_are_true(again)
 
 
-def _logs_bind_the_task(run: Run) -> None:
+def _logs_bind_the_task(run: RunFolder) -> None:
     built = [line for line in run.log("compile_farm") if line["event"] == "built"]
     scored = [line for line in run.log("reward_aggregator") if line["event"] == "scored"]
     assert scored
     assert all(line["task_id"] and line["group_id"] for line in (*built, *scored))
 
 
-def _tensorboard_has_both_parts(run: Run) -> None:
+def _tensorboard_has_both_parts(run: RunFolder) -> None:
     for part in ("training", "system"):
         assert list((run.path / "tensorboard" / part).glob("events.out.*"))
 
 
 @pytest.mark.long
-def test_rollouts_take_turns_without_allowed_lag_and_each_turn_is_trained_on(start_run: Start) -> None:
-    run = start_run("max_steps=2", "mode=multi_turn", "max_turns=3", "max_staleness=0")
+def test_lora_on_any_hugging_face_folder_learns_from_turns_without_allowed_lag_over_tcp(
+    start_run: Start, policy_cache: Path
+) -> None:
+    small = ensure_small_policy(policy_cache, small_options(load(overrides=[*TINY])))  # as an earlier run has made it
+    submit, work = free_port(), free_port()
+    run = start_run(
+        f"model_name={small}",
+        "lora_rank=4",
+        "mode=multi_turn",
+        "max_turns=3",
+        "max_staleness=0",
+        "max_steps=2",
+        f"broker.submit=tcp://127.0.0.1:{submit}",
+        f"broker.work=tcp://127.0.0.1:{work}",
+    )
     assert run.wait() == 0, run.tail()
     summary = run.summary()
     assert_counters_add_up(summary)
@@ -75,26 +80,8 @@ def test_rollouts_take_turns_without_allowed_lag_and_each_turn_is_trained_on(sta
     assert summary["rollouts"] >= 2 * 2 * 4 * 3
     assert 0 <= summary["success_rate_first"] <= 1
     turns = {line["turn"] for line in run.log("reward_aggregator") if line["event"] == "scored"}
-    assert turns == {0, 1, 2}
+    assert turns == {0, 1, 2}, "each is trained on"
     assert_figures_are_true(run)
-
-
-@pytest.mark.long
-def test_any_hugging_face_folder_can_be_trained_with_lora_and_the_queues_can_be_tcp(
-    start_run: Start, policy_cache: Path
-) -> None:
-    small = ensure_small_policy(policy_cache, small_options(load(overrides=[*TINY])))  # as an earlier run has made it
-    submit, work = free_port(), free_port()
-    run = start_run(
-        f"model_name={small}",
-        "lora_rank=4",
-        "prompt.option=compact",
-        "max_steps=2",
-        "eval_samples=0",
-        f"broker.submit=tcp://127.0.0.1:{submit}",
-        f"broker.work=tcp://127.0.0.1:{work}",
-    )
-    assert run.wait() == 0, run.tail()
     newest = max((run.path / "policies").glob("policy-v*"), key=lambda path: int(path.name.removeprefix("policy-v")))
     assert json.loads((newest / "manifest.json").read_text())["kind"] == "lora"
     assert (newest / "adapter_model.safetensors").is_file()

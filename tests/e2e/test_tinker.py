@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("tests.tinker_service", reason="tinker is not installed")
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def test_a_run_at_tinker_outlives_its_learner_and_its_sampler(tmp_path: Path, policy_cache: Path) -> None:

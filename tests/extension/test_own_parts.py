@@ -24,7 +24,7 @@ from tests.extension.kbrl_example_parts.problems import OPERATORS
 from tests.extension.kbrl_example_parts.reward import TOKENS
 from tests.running import REPOSITORY, TINY, Run
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 HERE = Path(__file__).parent
 PARTS = "kbrl_example_parts"

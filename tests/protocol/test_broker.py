@@ -336,7 +336,7 @@ def test_a_full_disk_stops_the_broker_and_what_it_acknowledged_is_there_afterwar
     async def look() -> None:
         again = Run(tmp_path)
         await again.start()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             await until(lambda: set(acked) <= set(again.broker.ledger.tasks.live))
         await again.crash()
 

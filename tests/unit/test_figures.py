@@ -68,6 +68,7 @@ class MadeUp:
             busy={},
             heldout_before=before,
             heldout_after=after,
+            kinds={f"L1/{number:02d}": ("instance", "family")[number % 2] for number in range(5)},
             extra={"failed_reasons": {"run_ended": 2, "stale": 1}, "heldout_by_version": rounds},
         )
         summary.write(self.folder / "summary.json", made)

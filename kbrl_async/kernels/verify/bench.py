@@ -205,7 +205,12 @@ class Bench:
         except (CandidateFault, PermissionError, OSError) as error:
             # What is the candidate's has become its verdict: what arrives here is the reference's.
             self.references.drop(family.cases[0].reference)
-            raise InfraError(f"the reference of {job.problem.problem_id} failed while it was used: {error}") from error
+            failed = f"the reference of {job.problem.problem_id} failed while it was used: {error}"
+            if is_out_of_memory(error) and self._device.has_neighbours:
+                raise NoMemory(
+                    failed, "End the others on this GPU, or give each a timing_bench.memory_share"
+                ) from error
+            raise InfraError(failed) from error
         except InfraError:
             self.references.drop(family.cases[0].reference)
             raise
@@ -287,8 +292,6 @@ class Bench:
             return self._through_stages(checker, job, is_alone)
         except CandidateFault as fault:
             if not self._is_hoarder(fault, checker):
-                if self._device.has_neighbours and is_out_of_memory(fault) and fault.by not in (None, checker.session):
-                    raise NoMemory(f"a reference found no memory beside others ({fault})"[:300]) from fault
                 checker.accuse(fault)
             return verdict_of(checker), None
         except RuntimeError as error:

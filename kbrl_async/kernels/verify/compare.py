@@ -128,7 +128,7 @@ def _counted(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> C
 
 def difference_of(counted: Counted, got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference:
     error, place = counted.worst if counted.worst_wrong is None else counted.worst_wrong
-    values = torch.stack((got.view(-1)[place], expected.view(-1)[place])).tolist()
+    values = counted.values or torch.stack((got.view(-1)[place], expected.view(-1)[place])).tolist()
     limit = min(max(allowed.honest, abs(values[1]) * allowed.relative + allowed.absolute), _LARGEST)
     if counted.worst_wrong is None:
         return Difference(0, expected.numel(), error, limit)

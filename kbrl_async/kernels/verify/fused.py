@@ -26,6 +26,8 @@ class Counted(msgspec.Struct, frozen=True):
     nans: int
     worst: tuple[float, int]
     worst_wrong: tuple[float, int] | None
+    values: tuple[float, float] | None = None
+    """Of both tensors at the place that counts; None: they have to be read."""
 
 
 class Fused(Protocol):

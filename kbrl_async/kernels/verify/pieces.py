@@ -83,7 +83,8 @@ def bounds(tensor: torch.Tensor) -> tuple[float, float]:
 
 def _extremes(tensor: torch.Tensor, of: Callable[[torch.Tensor], torch.Tensor]) -> tuple[float, float]:
     both = torch.stack([torch.stack(of(part).aminmax()) for (part,) in pieces(tensor)])
-    return float(both[:, 0].amin()), float(both[:, 1].amax())
+    least, most = torch.stack([both[:, 0].amin(), both[:, 1].amax()]).tolist()  # the device is waited for once
+    return float(least), float(most)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.kernels.verify import compare, inputs, values, wire
 from kbrl_async.kernels.verify.fresh import Pool, like
-from kbrl_async.kernels.verify.input_set import InputSet, follows_inputs, tensors_of
+from kbrl_async.kernels.verify.input_set import InputSet, follows_inputs, is_degenerate, tensors_of
 from kbrl_async.kernels.verify.known import AskedSet, Draws, Held, Recent, Redrawn, outlines
 from kbrl_async.kernels.verify.options import Tick, no_tick
 from kbrl_async.kernels.verify.pieces import bounds, pieces
@@ -37,7 +37,6 @@ _NARROW = re.compile(r"\b(float16|bfloat16|half|float8\w*)\b")
 _FP8 = tuple(kind for name in dir(torch) if name.startswith("float8_") and (kind := getattr(torch, name)).itemsize == 1)
 _GROWTH, _DEGREE = 64.0, 4
 _LOOSE, _MORE = 0.1, 8.0
-_FEW = 1 << 16
 
 
 Change = Callable[[list[torch.Tensor]], None]
@@ -204,9 +203,11 @@ class SetMaker:
             return None
         if not self.sets:
             self.refuse_random(blocks, expected, tolerances)
-        is_degenerate_ = is_degenerate(blocks, expected, forgiving)
-        known = Held(blocks, expected) if self._keeps else AskedSet(self._recent, lambda: self._again(make, mutated))
-        return InputSet(kind.name, known, forgiving, mutated, is_degenerate_)
+        if self._keeps:
+            return InputSet(kind.name, Held(blocks, expected), forgiving, mutated)
+        known = AskedSet(self._recent, lambda: self._again(make, mutated))
+        seen = [is_degenerate(blocks, expected, forgiving)]  # later it would have to be made again
+        return InputSet(kind.name, known, forgiving, mutated, seen)
 
     def _again(self, make: Callable[[], list[torch.Tensor]], mutated: bool) -> Held:
         return self._oracle.held(self._oracle.own(make()) if mutated else make())
@@ -345,35 +346,6 @@ class SetMaker:
                 f"the reference of {self._problem_id} is random or keeps state: the same inputs gave two answers",
                 "Take dropout and other randomness out of the problem, or exclude it",
             )
-
-
-def is_degenerate(blocks: list[torch.Tensor], answers: list[torch.Tensor], tolerances: list[compare.Tolerance]) -> bool:
-    """Zeros, a constant or an input returned as it came would be a right answer: nothing can be proven there."""
-    for expected, tolerance in zip(answers, tolerances, strict=True):
-        if expected.numel() == 0:
-            continue
-        whole, flats = expected.flatten(), [b for b in blocks if b.numel() == expected.numel()]
-        alike = [flat.flatten() for flat in flats if flat.dtype == expected.dtype]
-        few = slice(_FEW)  # what is wrong there is wrong
-        if _are_wrong(whole[few], [flat[few] for flat in alike], tolerance) or _are_wrong(whole, alike, tolerance):
-            return False
-    return True
-
-
-def _are_wrong(expected: torch.Tensor, inputs: list[torch.Tensor], tolerance: compare.Tolerance) -> bool:
-    """Whether zeros, its first value everywhere, and each of these are all no right answer.
-
-    The first value of a single one is that one: it says nothing of a loss.
-    """
-    values = [0.0, expected[0].item()] if expected.numel() > 1 else [0.0]
-    return all(_is_value_wrong(value, expected, tolerance) for value in values) and all(
-        compare.difference(guess, expected, tolerance).wrong for guess in inputs
-    )
-
-
-def _is_value_wrong(value: float, expected: torch.Tensor, tolerance: compare.Tolerance) -> bool:
-    """Everywhere."""
-    return any(compare.difference(torch.full_like(part, value), part, tolerance).wrong for (part,) in pieces(expected))
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor, share: float = 0.0) -> float:

@@ -147,8 +147,7 @@ def output_scale(tensor: torch.Tensor) -> float:
     """Largest finite magnitude; 0 for an empty or integer tensor."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return 0.0
-    low, high = torch.aminmax(tensor)
-    scale = max(abs(float(low)), abs(float(high)))
+    scale = float(torch.stack(torch.aminmax(tensor)).abs().amax())  # the device is waited for once
     if scale < float("inf"):
         return scale
     finite = (part[torch.isfinite(part)] for (part,) in pieces(tensor))

@@ -303,7 +303,7 @@ def test_output_that_nobody_reads_any_more_is_no_error() -> None:
     process.stdout.close()
     assert process.stderr.read() == ""
     process.stderr.close()
-    assert process.wait(timeout=30) == 141
+    assert process.wait(timeout=120) == 141
 
 
 def test_the_summary_file_is_json_for_programs() -> None:

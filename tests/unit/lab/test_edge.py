@@ -6,10 +6,11 @@ import pytest
 
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.generator import chain_of
-from kbrl_async.kernels.problems import load_suite, parse_problem
+from kbrl_async.kernels.problems import parse_problem
 from kbrl_async.lab.edge import Chain, Parent, propose
+from tests.suite import suite
 
-SUITE = {problem.problem_id: problem for problem in load_suite(levels=[1, 2])}
+SUITE = {problem.problem_id: problem for problem in suite(1, 2)}
 TANH, SOFTPLUS, LINEAR = (
     SUITE[f"L2/{n}"].source for n in ("01_scale_tanh_shift", "07_abs_scale_softplus", "18_linear_relu")
 )

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from kbrl_async import cli
 from kbrl_async.errors import CheckpointError, UserError
-from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.verdicts import export_verdicts
 from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, make_row
 from kbrl_async.serving.documents import Ask, Job, Outcome, Trouble
@@ -22,8 +21,9 @@ from kbrl_async.serving.journal import JobJournal
 from protocols.records import BenchReport, Fault, Timing, Verdict
 from protocols.rollout import Record
 from tests.records import record
+from tests.suite import suite
 
-SUITE = load_suite()
+SUITE = suite()
 RIGHT = BenchReport(Verdict(Fault.OK, 10, 10), Timing(9, 2.1, 2.0, 2.2, 1.0, 2.1, hardware="a chip"))
 WRONG = BenchReport(Verdict(Fault.INCORRECT, 4, 10, "differs"))
 

@@ -1,5 +1,5 @@
-"""Stands for torchao where it is not installed: what `learning.eight_bit` uses of it, its codes by fourth roots in place
-of its dynamic ones. Blocks are as small as the models of these tests."""
+"""Stands for torchao where it is not installed: what `learning.eight_bit` uses of it, with codes by fourth roots
+instead of its dynamic ones. Blocks are as small as the models of these tests."""
 
 from __future__ import annotations
 

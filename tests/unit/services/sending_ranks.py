@@ -7,11 +7,13 @@ Rank 0 makes version after version, each once the file `next-N` is there, and sa
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +25,7 @@ from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.engine import LocalEngine
 from kbrl_async.runs.config import load
 from kbrl_async.weights import Canaries
+from kbrl_async.weights.groups import Meeting
 from protocols.records import TrainGroup
 from services.learner.policy import make_trainer, sender_of
 from services.learner.publishing import Publisher
@@ -42,6 +45,8 @@ def lead(folder: Path, trainer: Any) -> None:
     words = ["weights.transport=direct", f"weights.stalled_s={PATIENCE_S:g}", "placement=split", "learner.shard=true"]
     config = load(overrides=[*words, f"learner.processes={SIZE}"])
     log = Log()
+    if (folder / "out-of-reach").exists():
+        trainer.meet = functools.partial(_out_of_reach, trainer.meet)
     service: Any = SimpleNamespace(config=config, device="cpu", log=log)
     publisher = Publisher(policies, sender_of(service, engine))
     held = []
@@ -54,12 +59,18 @@ def lead(folder: Path, trainer: Any) -> None:
         publisher.begin(pending, lambda: None)
         assert pending.weights is not None
         held.append(sum(tensor.numel() for tensor in pending.weights.values()))
-    publisher.close()
+    publisher.finish()
     wait_for(folder / "over")
     whole = sum(p.numel() for p in trainer.model.parameters())
     said = {"held": held, "whole": whole, "warned": [one.event for one in log.at("warning")]}
     (folder / "said.json").write_text(json.dumps(said))
     engine.close()
+    publisher.close()
+
+
+def _out_of_reach(meet: Callable[[Meeting, str, float], bool], meeting: Meeting, dtype: str, patience_s: float) -> bool:
+    """A port at which nobody listens, as behind a firewall between hosts."""
+    return meet(msgspec.structs.replace(meeting, port=free_port()), dtype, 0.5)
 
 
 def wait_for(path: Path) -> None:

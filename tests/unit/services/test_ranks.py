@@ -20,7 +20,6 @@ from kbrl_async.errors import ConfigError
 from protocols.records import TrainGroup, TrainSample
 from services.learner import ranks
 from tests.ports import free_port
-from tests.unit.learning.test_process_group import policy
 from tests.unit.services import two_ranks
 
 pytestmark = pytest.mark.timeout(900)
@@ -64,7 +63,6 @@ def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def prepare(folder: Path) -> dict[str, str]:
     """What ranks need in `folder`, and in their environment."""
     (folder / "groups.json").write_bytes(msgspec.json.encode(groups()))
-    policy(folder / "base", "full")
     return {**os.environ, "TWO_RANKS": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
 
 

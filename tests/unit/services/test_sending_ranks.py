@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -31,13 +33,15 @@ from tests.unit.services.test_weights_in_flight import line_of, received
 from tests.unit.weights.test_parts import killed_in_transfer
 
 
+def engine_of(folder: Path) -> TransformersEngine:
+    model = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
+    return TransformersEngine(model, NumberTokenizer(), Sampler())
+
+
 async def served(folder: Path) -> None:
     """Each version by two samplers, while a third one is killed between the rows of two ranks."""
     policies = folder / "policies"
-    engines = [
-        TransformersEngine(AutoModelForCausalLM.from_pretrained(folder / "base").eval(), NumberTokenizer(), Sampler())
-        for _ in range(2)
-    ]
+    engines = [engine_of(folder) for _ in range(2)]
     lines: list[LearnerLine] = [line_of(policies, engine, f"sampler.{n}") for n, engine in enumerate(engines, 1)]
     for version in range(VERSIONS):
         (folder / f"next-{version}").touch()
@@ -59,21 +63,49 @@ def kill_one(policies: Path) -> None:
     assert victim.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_each_rank_sends_its_own_rows_and_no_rank_holds_all(tmp_path: Path) -> None:
-    (tmp_path / "groups.json").write_bytes(msgspec.json.encode(groups()))
-    policy(tmp_path / "base", "full")
-    command = [sys.executable, "-m", "tests.unit.services.sending_ranks", str(tmp_path)]
+def ran(folder: Path, body: Callable[[Path], Awaitable[None]]) -> dict[str, Any]:
+    """What rank 0 has found of versions that `body` waits for."""
+    (folder / "groups.json").write_bytes(msgspec.json.encode(groups()))
+    policy(folder / "base", "full")
+    command = [sys.executable, "-m", "tests.unit.services.sending_ranks", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     ranks = subprocess.Popen(command, env=environment)
+
+    async def main() -> None:
+        await body(folder)
+
     try:
-        asyncio.run(served(tmp_path))
-        (tmp_path / "over").touch()
+        asyncio.run(main())
+        (folder / "over").touch()
         assert ranks.wait(200) == 0
     finally:
         ranks.kill()
-    said = json.loads((tmp_path / "said.json").read_text())
+    said: dict[str, Any] = json.loads((folder / "said.json").read_text())
+    return said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_rank_that_can_t_reach_the_samplers_leaves_it_to_rank_0_which_has_all(tmp_path: Path) -> None:
+    (tmp_path / "out-of-reach").touch()
+
+    async def first_version(folder: Path) -> None:
+        engine = engine_of(folder)
+        for version in range(VERSIONS):
+            (folder / f"next-{version}").touch()
+        async with asyncio.timeout(200):
+            await received(line_of(folder / "policies", engine), -1)
+        await engine.close()
+
+    said = ran(tmp_path, first_version)
+    assert said["held"] == [said["whole"]] * VERSIONS
+    assert said["warned"] == ["weights are gathered at rank 0"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_each_rank_sends_its_own_rows_and_no_rank_holds_all(tmp_path: Path) -> None:
+    said = ran(tmp_path, served)
     assert all(0.4 < held / said["whole"] < 0.6 for held in said["held"]), said
     assert set(said["warned"]) <= {"weights not sent"}, "only of the sampler that was killed"
     for version in range(VERSIONS):

@@ -2,6 +2,9 @@
 
 Its folder is in TWO_RANKS. Nanny or launcher, ranks, shards and checkpoints are the learner's own. Rank 0 stops after
 its second update until the test has killed rank 1, and then goes on into an update with a rank that is not there.
+
+Four ranks a test would load transformers: their policy is of torch alone. Models of transformers on several ranks are
+`tests/unit/learning/test_process_group.py`'s.
 """
 
 from __future__ import annotations
@@ -27,13 +30,22 @@ def train(folder: Path, others: list[int]) -> None:
     import torch
 
     from kbrl_async.learning import checkpoints
+    from kbrl_async.learning.sharded import ShardedModel
+    from kbrl_async.learning.trainer import Trainer
     from protocols.records import TrainGroup
-    from services.learner.policy import make_trainer
-    from tests.unit.learning.rank import digest, settings
+    from tests.models import update_settings
+    from tests.unit.learning.rank import digest
+    from tests.unit.services.plain_policy import PlainPolicy
 
     torch.set_num_threads(1)
     group = ranks.join("cpu")
-    trainer = make_trainer(settings("full"), folder / "base", "cpu", group)
+    torch.manual_seed(0)
+    policy = PlainPolicy()
+    settings = update_settings(
+        epochs=1, minibatches=2, learning_rate=1e-2, warmup_steps=0, token_budget=24, shard=True, processes=2
+    )
+    sharded = None if group is None else ShardedModel(policy, group, offload=False)
+    trainer = Trainer(policy, settings, "cpu", process_group=group, sharded=sharded)
     if group is not None and group.rank:
         (folder / "follower").write_text(str(os.getpid()))
         trainer.follow()

@@ -13,13 +13,13 @@ import pytest
 pytest.importorskip("starlette", reason="the extra kbrl-async[serve] is not installed")
 
 from kbrl_async.kernels.funnel.result import Result
-from kbrl_async.kernels.problems import load_problems
 from kbrl_async.serving.documents import Job, Outcome
 from kbrl_async.serving.journal import FILE, JobJournal
 from kbrl_async.serving.settings import Keys, Serve
 from protocols.records import REPLAYED, Fault, StageReport, Timing, Verdict
 from services.verification.app import Face
 from services.verification.desk import Desk
+from tests.suite import suite
 
 STEPS = ("format", "static", "compile", "small_inputs", "full_inputs", "timing")
 TWICE = Timing(9, 2.1, 2.0, 2.2, 1.0, 2.1)
@@ -63,7 +63,7 @@ async def service(
             await asyncio.gather(working, return_exceptions=True)
 
 
-PROBLEMS = load_problems()
+PROBLEMS = list(suite())
 ASK = {"candidate": "class ModelNew: ...", "problem": "L1/13"}
 
 

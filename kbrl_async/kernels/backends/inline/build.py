@@ -105,7 +105,8 @@ _DEFINES = {
     "stdexcept": "-DKBRL_STRING",
 }
 """What of the stand-in headers needs the same one: <string> alone is a quarter of a compilation."""
-_DEVICE_TYPES = {
+_NAMED = {
+    "-DKBRL_PYTHON": re.compile(r"\bpy(bind11)?\s*::|PYBIND11|wrap_pybind|\bPy[A-Z_]|\bTHP"),
     "-DKBRL_FP16": re.compile(r"\bhalf2?\b|__half|__float2half|cuda_fp16|__h[a-z]+2?\s*\("),
     "-DKBRL_BF16": re.compile(r"bfloat16|bfloat162|cuda_bf16"),
 }
@@ -184,7 +185,7 @@ class Build:
         needed += ["string_view"] if "string_view" in operators else []
         (place / "kbrl_std.h").write_text("".join(f"#include <{name}>\n" for name in needed))
         defines = list(dict.fromkeys(_DEFINES[name] for name in needed if name in _DEFINES))
-        defines += [define for define, pattern in _DEVICE_TYPES.items() if pattern.search(bare)]
+        defines += [define for define, pattern in _NAMED.items() if pattern.search(bare)]
         if "cublas" in bare and (self._tools.cuda / "include" / "cublas_v2.h").exists():
             defines.append("-DKBRL_CUBLAS")
         return ["-I.", "-include", "kbrl_std.h", *defines]

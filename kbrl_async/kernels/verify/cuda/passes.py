@@ -90,6 +90,18 @@ extern "C" __global__ void compare_NAME(const TYPE *got, const TYPE *expected, u
     }
 }
 """
+_VALUES = r"""
+extern "C" __global__ void values_NAME(const TYPE *got, const TYPE *expected, u64 *out) {
+    u64 packed = out[0] ? out[3] : out[2], place = packed ? 0xffffffffull - (packed & 0xffffffffull) : 0;
+    TYPE v = got[place];
+    float g = LOAD;
+    v = expected[place];
+    float w = LOAD;
+    out[4] = (u64)__double_as_longlong((double)g);
+    out[5] = (u64)__double_as_longlong((double)w);
+}
+"""
+"""Behind a comparison: what lies at the place that it names, so that nobody has to wait for the device once more."""
 _FAR = r"""
 extern "C" __global__ void furthest_NAME(const float *a, const TYPE *b, u64 count, u64 *out) {
     u64 worst = 0, step = (u64)gridDim.x * blockDim.x;
@@ -106,13 +118,16 @@ _FURTHEST = {(torch.float32, torch.float32): ("f32", "float"), (torch.float32, t
 SOURCE = "".join(
     (
         _HEAD,
-        *(_COMPARE.replace("NAME", one[0]).replace("TYPE", one[1]).replace("LOAD", one[2]) for one in _LOADS.values()),
+        *(
+            (_COMPARE + _VALUES).replace("NAME", one[0]).replace("TYPE", one[1]).replace("LOAD", one[2])
+            for one in _LOADS.values()
+        ),
         *(_FAR.replace("NAME", one[0]).replace("TYPE", one[1]) for one in _FURTHEST.values()),
     )
 )
 NAMES = [
     *("unlike", "other"),
-    *(f"compare_{name}" for name, _, _ in _LOADS.values()),
+    *(f"{what}_{name}" for name, _, _ in _LOADS.values() for what in ("compare", "values")),
     *(f"furthest_{name}" for name, _ in _FURTHEST.values()),
 ]
 
@@ -134,7 +149,7 @@ class Passes:
         self._grid = (_BLOCKS_A_PROCESSOR * int(found.multi_processor_count), 1, 1)
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # there is a context from here on
-            self._out = torch.zeros(4, dtype=torch.int64, device=device)
+            self._out = torch.zeros(6, dtype=torch.int64, device=device)
             module = cuda_driver.driver().load_module(built.cubin)
             self._functions = {name: cuda_driver.driver().function(module, built.names[name]) for name in NAMES}
 
@@ -144,16 +159,19 @@ class Passes:
         if known is None or not 0 < count <= _MOST or not _are_alike(got, expected):
             return None
         figures = (ctypes.c_float(one) for one in (allowed.relative, allowed.absolute, allowed.honest))
-        given = (got, expected, ctypes.c_uint64(count), *figures)
-        wrong, nans, worst, worst_wrong = self._run(f"compare_{known[0]}", *given)
-        return Counted(wrong, nans, unpacked(worst), unpacked(worst_wrong) if wrong else None)
+        self._out.zero_()
+        self._launch(f"compare_{known[0]}", self._grid, got, expected, ctypes.c_uint64(count), *figures)
+        self._launch(f"values_{known[0]}", (1, 1, 1), got, expected, threads=1)
+        wrong, nans, worst, worst_wrong, *values = self._told()
+        there = _number(values[0]), _number(values[1])
+        return Counted(wrong, nans, unpacked(worst), unpacked(worst_wrong) if wrong else None, there)
 
     def furthest(self, a: torch.Tensor, b: torch.Tensor) -> float | None:
         kind, count = _FURTHEST.get((a.dtype, b.dtype)), a.numel()
         if kind is None or not count or a.shape != b.shape or not (a.is_contiguous() and b.is_contiguous()):
             return None
         bits = self._run(f"furthest_{kind[0]}", a, b, ctypes.c_uint64(count))[0]
-        return float(struct.unpack("<d", struct.pack("<Q", bits))[0])
+        return _number(bits)
 
     def same(self, a: torch.Tensor, b: torch.Tensor) -> bool | None:
         words = _words(a)
@@ -170,11 +188,22 @@ class Passes:
 
     def _run(self, name: str, *arguments: Any) -> list[int]:
         self._out.zero_()
+        self._launch(name, self._grid, *arguments)
+        return self._told()
+
+    def _launch(self, name: str, grid: tuple[int, int, int], *arguments: Any, threads: int = _THREADS) -> None:
         given = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in (*arguments, self._out)]
         packed = cuda_driver.Arguments(given)
         stream = torch.cuda.current_stream(self._out.device).cuda_stream
-        cuda_driver.driver().launch(self._functions[name], self._grid, (_THREADS, 1, 1), 0, stream, packed)
+        cuda_driver.driver().launch(self._functions[name], grid, (threads, 1, 1), 0, stream, packed)
+
+    def _told(self) -> list[int]:
         return [number % (1 << 64) for number in self._out.tolist()]
+
+
+def _number(bits: int) -> float:
+    """A double by its bits."""
+    return float(struct.unpack("<d", struct.pack("<Q", bits))[0])
 
 
 def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:

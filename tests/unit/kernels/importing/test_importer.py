@@ -10,7 +10,7 @@ import pytest
 from kbrl_async.kernels.audit import Auditor, Limits
 from kbrl_async.kernels.importing import JOURNAL, Found, ImportedRow, Importer
 from kbrl_async.kernels.problems import load_problems, parse_problem
-from kbrl_async.kernels.problems.audit_file import ProblemAudit
+from kbrl_async.kernels.problems.audit_file import ProblemAudit, problem_hash
 from protocols.records import Problem
 
 LIMITS = Limits("cpu", 20.0, 4.0)
@@ -70,20 +70,21 @@ def test_what_is_taken_is_a_folder_of_problems_with_licences_in_the_journal(
 
 def test_the_next_run_goes_on_behind_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line that a kill cut off is done again; the others are not."""
+    tried: list[str] = []
+
+    def counted(_: Auditor, asked: Problem) -> ProblemAudit:
+        tried.append(asked.name)
+        return ProblemAudit(asked.problem_id, problem_hash(asked), "clean")
+
+    monkeypatch.setattr(Auditor, "audit", counted)
     first = tmp_path / "out"
     list(Importer(first, LIMITS, jobs=1).run([found("a"), found("b", "torch.tanh(x)")]))
+    assert tried == ["a", "b"]
     text = (first / JOURNAL).read_text()
     (first / JOURNAL).write_text(text[: len(text) - 20])
 
+    tried.clear()
     importer = Importer(first, LIMITS, jobs=1)
-    tried: list[str] = []
-    audit = Auditor.audit
-
-    def counted(self: Auditor, asked: Problem) -> ProblemAudit:
-        tried.append(asked.name)
-        return audit(self, asked)
-
-    monkeypatch.setattr(Auditor, "audit", counted)
     rows = list(importer.run([found("a"), found("b", "torch.tanh(x)"), found("c", "torch.cos(x)")]))
     assert [row.outcome for row in rows] == ["taken"] * 3
     assert tried == ["b", "c"]

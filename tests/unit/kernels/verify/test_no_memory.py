@@ -8,6 +8,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 
+from kbrl_async.errors import InfraError
 from kbrl_async.kernels import settings as sections
 from kbrl_async.kernels.sandbox import Limits
 from kbrl_async.kernels.verify import bench as module
@@ -36,13 +37,13 @@ class _Alone(Device):
     has_neighbours = False
 
 
-def judged(first: list[NoMemory | Verdict], device: type[Device] = _Shared) -> tuple[Verdict, Mock]:
+def judged(first: list[Exception | Verdict], device: type[Device] = _Shared) -> tuple[Verdict, Mock]:
     """The verdict where these come before a good one, and what was asked of the references."""
     zygote = cast(Any, SimpleNamespace(start=lambda: None, generation=1))
     bench = Bench(zygote, bench_options(sections.TimingBench(), "cpu"), device=device("a GPU"))
     bench.references = references = Mock()
     references.get.return_value.cases = [Mock()]
-    found = [one if isinstance(one, NoMemory) else (one, None) for one in (*first, Verdict(Fault.OK))]
+    found = [one if isinstance(one, Exception) else (one, None) for one in (*first, Verdict(Fault.OK))]
     with patch.object(module, "settled", side_effect=found):
         return bench.evaluate(PROBLEM, Candidate("", "c"), {}).verdict, references
 
@@ -63,19 +64,6 @@ def test_a_candidate_beside_others_that_finds_no_memory_is_judged_once_more() ->
     assert judged([out], _Alone)[0].fault is Fault.OUT_OF_MEMORY
 
 
-def test_a_reference_that_finds_no_memory_beside_others_is_nobodys_fault() -> None:
-    """What its forward needs inside is in nobody's plan."""
-    out = CandidateFault(Fault.OUT_OF_MEMORY, "CUDA out of memory")
-    out.by = cast(Any, object())
-    checker = Mock(session=None)
-    checker.accuse.side_effect = out
-    for device, wanted in ((_Shared, NoMemory), (_Alone, CandidateFault)):
-        zygote = cast(Any, SimpleNamespace(start=lambda: None, generation=1))
-        bench = Bench(zygote, bench_options(sections.TimingBench(), "cpu"), device=device("a GPU"))
-        with patch.object(bench, "_through_stages", side_effect=out), pytest.raises(wanted):
-            bench._judge(checker, cast(Any, None), False)
-
-
 def test_the_last_time_a_verifier_waits_for_the_whole_gpu() -> None:
     device, asked = CudaDevice("cuda:0"), list[int]()
     device.reservations = cast(Any, SimpleNamespace(total=75 << 30))
@@ -83,6 +71,18 @@ def test_the_last_time_a_verifier_waits_for_the_whole_gpu() -> None:
         device.give_way(no_tick)
         device.give_way(no_tick, is_last=True)
     assert asked == [0, 75 << 30]
+
+
+def test_a_reference_that_finds_no_memory_while_it_is_used_waits_for_that_of_others() -> None:
+    short = CandidateFault(Fault.OUT_OF_MEMORY, "CUDA out of memory. Tried to allocate 6.00 GiB")
+    verdict, references = judged([short, short])
+    assert (verdict.fault, references.give_way.call_count, references.drop.call_count) == (Fault.OK, 2, 2)
+    with pytest.raises(NoMemory, match="the reference of L1/01_add failed while it was used: CUDA out of memory"):
+        judged([short] * 3)
+    for fault, device in ((short, _Alone), (CandidateFault(Fault.RUNTIME_ERROR, "a shape"), _Shared)):
+        with pytest.raises(InfraError) as told:
+            judged([fault], device)
+        assert not isinstance(told.value, NoMemory), "nobody else has it"
 
 
 def test_it_is_told_in_the_end() -> None:

@@ -99,10 +99,13 @@ def test_who_waits_goes_on_when_there_is_room_in_the_order_of_asking(make: Make)
     assert not holder.take(71 * GIB), "others have asked before"
     threads[1].join(0.3)
     assert done == [], "what fits does not pass those before it, or they would wait for ever"
-    holder.hold(12 * GIB)
+    holder.hold(8 * GIB)
+    threads[0].join(0.3)
+    assert done == [], "68 of 75 GiB are planned with then, but two others have contexts beside"
+    holder.hold(6 * GIB)
     threads[0].join(PATIENCE_S)
     assert done == [large], "there is not enough for both"
-    holder.hold(10 * GIB)
+    holder.hold(2 * GIB)
     threads[1].join(PATIENCE_S)
     assert done == [large, small]
     assert [large.held, small.held] == [60 * GIB, 5 * GIB]

@@ -14,7 +14,6 @@ import torch
 
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.funnel import Builder
-from kbrl_async.kernels.problems import load_suite
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
@@ -24,8 +23,9 @@ from kbrl_async.lab.small_policy.families.source import render_answer
 from kbrl_async.lab.small_policy.specs import SPECS
 from kbrl_async.rollouts.prompts import extract
 from protocols.records import BenchReport, Candidate, Fault
+from tests.suite import suite
 
-SUITE = {problem.problem_id: problem for problem in load_suite(levels=[1, 2, 3])}
+SUITE = {problem.problem_id: problem for problem in suite(1, 2, 3)}
 
 
 class Judge:

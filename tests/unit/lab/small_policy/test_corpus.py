@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kbrl_async.kernels.problems import load_suite, parse_problem
+from kbrl_async.kernels.problems import parse_problem
 from kbrl_async.kernels.problems.writing import render_problem
 from kbrl_async.kernels.syntax.reading import read
 from kbrl_async.lab.small_policy.author import CAREFUL, SLOW, Author, Habits
@@ -26,8 +26,9 @@ from kbrl_async.rollouts.prompts import Feedback, extract, render_prompt
 from kbrl_async.rollouts.prompts.feedback import named_line
 from kbrl_async.rollouts.prompts.roles import OUTCOMES
 from protocols.records import Fault
+from tests.suite import suite
 
-SUITE = {problem.problem_id: problem for problem in load_suite(levels=[1, 2, 3])}
+SUITE = {problem.problem_id: problem for problem in suite(1, 2, 3)}
 
 
 def test_every_file_of_the_suite_is_what_its_grammar_renders() -> None:

@@ -15,16 +15,16 @@ import torch
 from kbrl_async.errors import ConfigError
 from kbrl_async.kernels.backends.nvrtc import compiler as nvrtc
 from kbrl_async.kernels.backends.nvrtc.build import NvrtcBackend, kernels_of
-from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.small_policy.author import CAREFUL, SLOW, Author, Habits
 from kbrl_async.lab.small_policy.corpus import examples
 from kbrl_async.lab.small_policy.languages import respond
 from kbrl_async.lab.small_policy.specs import SPECS
 from kbrl_async.rollouts.prompts import extract
 from protocols.records import Candidate
+from tests.suite import suite
 from tests.unit.lab.small_policy.cuda_on_cpu import compiled, module_of
 
-SUITE = {problem.problem_id: problem for problem in load_suite(levels=[1, 2, 3], shapes="gpu")}
+SUITE = {problem.problem_id: problem for problem in suite(1, 2, 3, shapes="gpu")}
 STYLES = {"fast": CAREFUL, "slow": SLOW, "mixed": msgspec.structs.replace(CAREFUL, fast=0.5)}
 SMALL = {
     "rows": 3, "cols": 70, "batch": 67, "inputs": 37, "outputs": 70, "channels": 3, "size": 10, "width": 20,

@@ -16,15 +16,15 @@ from kbrl_async.errors import ConfigError
 from kbrl_async.kernels.backends import backend as load_backend
 from kbrl_async.kernels.backends import backends
 from kbrl_async.kernels.cuda_driver import CudaError
-from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.small_policy.specs import SPECS
 from kbrl_async.rollouts.prompts import TokenBudget, extract, feedback_of, hardware, render_prompt, render_turn
 from kbrl_async.rollouts.prompts.chat import PLAIN, chat_of
 from kbrl_async.rollouts.prompts.hardware import gpu_facts, of_cpu
 from protocols.records import Candidate, Fault, Verdict
+from tests.suite import suite
 from tests.unit.lab.small_policy.cuda_on_cpu import compiled, module_of
 
-PROBLEM = load_suite()[0]
+PROBLEM = suite()[0]
 INPUTS = {0: (torch.randn(5, 33), torch.randn(5, 33)), 1: (torch.randn(5, 33),), 2: (torch.randn(5, 33),)}
 
 
@@ -80,10 +80,10 @@ def test_the_examples_in_cuda_are_right_and_are_those_of_load_inline_too(tmp_pat
 
 def test_no_example_is_a_problem_of_the_suite() -> None:
     bodies = {ast.dump(ast.parse(shot.reference).body[-1].body[-1]) for shot in load_backend("c").shots}  # type: ignore[attr-defined]
-    for problem in load_suite():
+    for problem in suite():
         found = next(node for node in ast.parse(problem.source).body if isinstance(node, ast.ClassDef))
         assert ast.dump(found.body[-1]) not in bodies
-    assert len(SPECS) == len(load_suite(levels=[1, 2, 3]))
+    assert len(SPECS) == len(suite(1, 2, 3))
 
 
 def words(text: str) -> int:

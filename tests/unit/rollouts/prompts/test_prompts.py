@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.kernels.problems import load_suite
 from kbrl_async.kernels.problems.sources.tasks import task_problem
 from kbrl_async.rollouts.prompts import extract, render_prompt
+from tests.suite import suite
 
 MODEL = "class ModelNew(nn.Module):\n    def forward(self, x):\n        return x\n"
 OTHER = "print('hello')\n"
@@ -57,7 +57,7 @@ def test_what_is_wrong_with_a_response_is_said(response: str, problem: str) -> N
 
 
 def test_the_compact_prompt_is_the_problem_without_its_inputs() -> None:
-    prompt = render_prompt("compact", load_suite()[0])
+    prompt = render_prompt("compact", suite()[0])
     assert "class Model" in prompt
     assert "get_inputs" not in prompt
     assert "import" not in prompt
@@ -71,7 +71,7 @@ def test_a_task_s_instruction_reaches_compact_prompts_too() -> None:
 
 
 def test_the_explaining_prompt_holds_the_contract_and_the_whole_problem() -> None:
-    problem = load_suite()[0]
+    problem = suite()[0]
     prompt = render_prompt("zero_shot", problem)
     assert problem.source in prompt
     assert "c_kernel" in prompt
@@ -79,4 +79,4 @@ def test_the_explaining_prompt_holds_the_contract_and_the_whole_problem() -> Non
 
 def test_an_unknown_prompt_option_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="compact, few_shot, one_shot, zero_shot"):
-        render_prompt("few", load_suite()[0])
+        render_prompt("few", suite()[0])

@@ -12,7 +12,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.indexing import build_index
 from kbrl_async.lab.small_policy.author import CAREFUL, Author
 from kbrl_async.lab.small_policy.families.source import render_answer
@@ -32,9 +31,10 @@ from kbrl_async.rollouts.retrieval.retriever import HELD_OUT
 from kbrl_async.rollouts.retrieval.store import FACT, id_hash
 from protocols.records import Problem
 from tests.retrieval_corpus import mutated
+from tests.suite import suite
 from tests.unit.rollouts.retrieval.making import build, entry, module
 
-SUITE = load_suite(levels=[1, 2, 3])
+SUITE = suite(1, 2, 3)
 HELDOUT = [(p.problem_id, p.source) for p in SUITE if p.split == "heldout"]
 
 

@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from kbrl_async.kernels.problems import load_suite
 from kbrl_async.kernels.problems.writing import render_problem
 from kbrl_async.kernels.syntax import read
 from kbrl_async.lab.small_policy.author import CAREFUL, Habits
 from kbrl_async.lab.small_policy.corpus import CorpusExample, LookingUp, Shelf, examples
 from kbrl_async.lab.small_policy.specs import HELDOUT, SPECS
 from kbrl_async.rollouts.prompts import render_prompt
+from tests.suite import suite
 from tests.unit.rollouts.retrieval.making import module
 
 ALWAYS_WRONG = Habits(bound=1, formula=1, start=1, index=1, syntax=1, name=1, argument=1, fence=1)
-HELDOUT_PROMPTS = [render_prompt("compact", p) for p in load_suite() if p.problem_id in HELDOUT]
+HELDOUT_PROMPTS = [render_prompt("compact", p) for p in suite() if p.problem_id in HELDOUT]
 
 
 @pytest.fixture(scope="module")
