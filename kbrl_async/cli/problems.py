@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="DIR|suite|N",
         help="a folder in the KernelBench layout, or any other source; default: suite. Of generate: how many. "
-        "Of import: a checkout, or a JSONL or Parquet file",
+        "Of import: a checkout, a JSONL or Parquet file, kernelbook, drkernel or another data set of the hub",
     )
     parser.add_argument("folder_out", nargs="?", type=Path, metavar="OUT", help="import: the folder to write")
     parser.add_argument("--folder", default="", help="the same as DIR")

@@ -15,6 +15,7 @@ from kbrl_async.kernels.importing.formats import (
     tritonbench,
 )
 from kbrl_async.kernels.importing.found import Found
+from kbrl_async.kernels.problems.sources import hub
 
 FORMATS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Iterator[Found]]]] = {
     "robust-kbench": (robust_kbench.knows, robust_kbench.read),
@@ -28,11 +29,14 @@ FORMATS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Iterator[Found
 
 
 def read(place: str, form: str = "") -> tuple[str, Iterator[Found]]:
-    """The format's name, and what is in the place.
+    """The format's name, and what is in the place: a folder, a file, a data set of the hub by its name or a short one.
 
     :raises ProblemError: there is no such place, or nothing knows it.
     """
     path = Path(place).expanduser()
+    name = rows.HUB.get(place, place)
+    if not path.exists() and hub.looks_like_name(name) and form in ("", "rows"):
+        return "rows", rows.read_hub(name)
     if not path.exists():
         raise ProblemError(f"there is no {place}", "Clone or download the problem set, and name its folder or file")
     if form and form not in FORMATS:

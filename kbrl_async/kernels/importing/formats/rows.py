@@ -1,4 +1,5 @@
-"""Rows of a data set, JSONL or Parquet: KernelBook, Dr. Kernel's RL data, KernelBench on the hub, and others like them.
+"""Rows of a data set, JSONL, Parquet or of the hub: KernelBook, Dr. Kernel's RL data, KernelBench, and others like
+them.
 
 The source is in `python_code`, `pytorch_code`, `original_python_code`, `code` or `reward_model.ground_truth`, the
 module's name in `entry_point`, `extra_info.entry_point` or `module_name`.
@@ -16,6 +17,7 @@ from typing import Any
 from kbrl_async.errors import MissingTool
 from kbrl_async.kernels.importing.found import Found, LeftOut, as_model, parsed, stem_of
 from kbrl_async.kernels.problems.contract import bound_names
+from kbrl_async.kernels.problems.sources import hub
 
 SOURCES = ("python_code", "pytorch_code", "original_python_code", "code", "reward_model.ground_truth", "ground_truth")
 ENTRIES = ("entry_point", "extra_info.entry_point", "module_name")
@@ -36,6 +38,8 @@ LICENSES = ("license", "licenses", "extra_info.license")
 ORIGINS = ("repo_link", "repo_name", "extra_info.repo_name")
 NAMES = ("name", "uuid", "extra_info.uuid", "extra_info.index", "id")
 ENDINGS = (".jsonl", ".parquet")
+HUB = {"kernelbook": "GPUMODE/KernelBook", "drkernel": "hkust-nlp/drkernel-rl-data"}
+"""Short names of data sets there."""
 BATCH = 256
 
 
@@ -51,6 +55,17 @@ def read(place: Path) -> Iterator[Found]:
                 yield Found(stem_of(f"{path.stem}_{number}"), "", origin=origin, left_out="a line is not JSON")
             else:
                 yield _found(row, f"{path.stem}_{number:06d}", origin)
+
+
+def read_hub(name: str) -> Iterator[Found]:
+    """Every row of a data set of the hub.
+
+    :raises MissingTool: the library for it is not installed.
+    :raises ProblemError: it can't be reached.
+    """
+    for split, rows in hub.splits_of(name).items():
+        for number, row in enumerate(rows):
+            yield _found(row, f"{split}_{number:06d}", f"{name} {split} {number + 1}")
 
 
 def _files(place: Path) -> Iterator[Path]:

@@ -23,11 +23,23 @@ def looks_like_name(source: str) -> bool:
     return _NAME.fullmatch(source) is not None
 
 
+Splits = Mapping[str, Iterable[Mapping[str, Any]]]
+
+
 def load_hub(name: str) -> list[Problem]:
     """All problems of all levels, ordered by level and number.
 
     :raises MissingTool: `datasets` is not installed.
     :raises ProblemError: it can't be reached, or has other columns.
+    """
+    return problems_of(splits_of(name), name)
+
+
+def splits_of(name: str) -> Splits:
+    """A data set's rows, by split; they are read from its file as they are asked for.
+
+    :raises MissingTool: `datasets` is not installed.
+    :raises ProblemError: it can't be reached.
     """
     try:
         datasets = importlib.import_module("datasets")
@@ -35,15 +47,15 @@ def load_hub(name: str) -> list[Problem]:
         cure = "Install it with pip install 'kbrl-async[retrieval]', or give a folder"
         raise MissingTool(f"{name} is a data set of the hub, and the library datasets is not installed", cure) from None
     try:
-        found: Mapping[str, Iterable[Mapping[str, Any]]] = datasets.load_dataset(name)
+        found: Splits = datasets.load_dataset(name)
     except (OSError, ValueError, RuntimeError) as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         cure = "Check name and network, or clone the repository and set KERNELBENCH_ROOT, or give the folder"
         raise ProblemError(f"there is no folder {name}, and the hub does not give it: {first[:200]}", cure) from None
-    return problems_of(found, name)
+    return found
 
 
-def problems_of(splits: Mapping[str, Iterable[Mapping[str, Any]]], name: str) -> list[Problem]:
+def problems_of(splits: Splits, name: str) -> list[Problem]:
     """The rows of each split; a split `level_2` tells the level of rows that have none."""
     problems = []
     for split, rows in splits.items():

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -365,3 +369,32 @@ def test_a_place_that_is_none_says_what_is_known(tmp_path: Path) -> None:
         read(str(tmp_path / "nothing"))
     with pytest.raises(ProblemError, match="no format 'x'"):
         read(str(tmp_path), "x")
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("kernelbook", "GPUMODE/KernelBook"), ("drkernel", "hkust-nlp/drkernel-rl-data"), ("owner/rows", "owner/rows")],
+)
+def test_a_data_set_of_the_hub_is_read_row_by_row(monkeypatch: pytest.MonkeyPatch, place: str, name: str) -> None:
+    source = "import torch\n\n\nclass Twice(torch.nn.Module):\n    def forward(self, x):\n        return x * 2\n"
+    source += "\n\ndef get_inputs():\n    return [torch.rand(4)]\n"
+    asked: list[str] = []
+
+    def load(wanted: str) -> dict[str, Iterator[dict[str, Any]]]:
+        asked.append(wanted)
+        extra = {"entry_point": "Twice", "uuid": 7}
+        other = {"reward_model": {"ground_truth": source}, "extra_info": extra}
+        return {"train": iter([{"python_code": source, "entry_point": "Twice", "licenses": ["MIT"]}, other, {}])}
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+    form, found = read(place)
+    first, second, third = found
+    assert (form, asked) == ("rows", [name])
+    assert "class Model(" in first.source
+    assert "class Model(" in second.source
+    assert (first.license, first.origin, second.name, third.left_out) == (
+        "MIT",
+        f"{name} train 1",
+        "7",
+        "no source in it",
+    )
