@@ -201,7 +201,9 @@ class Bench:
             self.references.drop(family.cases[0].reference)
             failed = f"the reference of {problem.problem_id} failed while it was used: {error}"
             if is_out_of_memory(error) and self._device.has_neighbours:
-                raise NoMemory(failed, "End the others on this GPU, or give each a timing_bench.memory_share") from error
+                raise NoMemory(
+                    failed, "End the others on this GPU, or give each a timing_bench.memory_share"
+                ) from error
             raise InfraError(failed) from error
         except InfraError:
             self.references.drop(family.cases[0].reference)

@@ -123,7 +123,9 @@ def test_heavy_headers_are_there_for_who_names_them_only(tmp_path: Path) -> None
     heavy = {"bits/basic_string.h", "sstream", "atomic", "memory"}
     assert not included(LEAN, tmp_path) & heavy
     assert included(STREAMS, tmp_path) >= {"bits/basic_string.h", "sstream"}
-    assert "string_view" in included("#include <torch/extension.h>\nauto f(at::Tensor x) { return at::gelu(x); }", tmp_path)
+    assert "string_view" in included(
+        "#include <torch/extension.h>\nauto f(at::Tensor x) { return at::gelu(x); }", tmp_path
+    )
 
 
 @pytest.mark.parametrize(
