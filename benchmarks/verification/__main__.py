@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import CORES, Commands, Halves, Result, say, verifying
-from benchmarks.verification import corpus, cost, extensions, itself, lanes, mix, sizes, sources
+from benchmarks.verification import corpus, cost, extensions, itself, lanes, level4, mix, sizes, sources
 from benchmarks.verification.cuda_candidates import CPP, CUDA, NEED_FULL
 from kbrl_async.kernels.problems import load_suite
 from kbrl_async.lab.optimize import engine, evidence, session
@@ -42,6 +42,7 @@ commands(corpus.honest)
 commands(corpus.hostile)
 commands(corpus.adapt)
 commands(sizes.sizes)
+commands(level4.models)
 commands(sources.sources)
 commands(extensions.build)
 commands.inner(extensions.execute)

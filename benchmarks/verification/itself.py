@@ -36,7 +36,7 @@ _RUN = 10
 """Measurements of one case by one process, so that references are not made anew for each; runs come in any order."""
 
 
-class Asked(msgspec.Struct, frozen=True):
+class Measurements(msgspec.Struct, frozen=True):
     """Some measurements of one candidate whose speedup is known."""
 
     kind: str
@@ -87,7 +87,7 @@ def _tasks(device: str, pairs: int, slower: int) -> list[CrewTask]:
     delayed = [("ab", name, base.problem, *slower_candidate(base, times)) for name, times in SLOWER.items()]
     counts = [pairs // len(known) + (i < pairs % len(known)) for i in range(len(known))] + [slower] * len(delayed)
     asked = [
-        Asked(*one, min(_RUN, count - begin))
+        Measurements(*one, min(_RUN, count - begin))
         for one, count in zip([*known, *delayed], counts, strict=True)
         for begin in range(0, count, _RUN)
     ]
@@ -110,7 +110,7 @@ def _measuring(device: str, path: Path, _number: int, jobs: int) -> Iterator[Wor
         yield partial(_run, bench, turns)
 
 
-def _run(bench: Bench, turns: DeviceTurns, asked: Asked) -> Result:
+def _run(bench: Bench, turns: DeviceTurns, asked: Measurements) -> Result:
     claims: list[Claim] = []
     verified: BenchReport | None = None
     for _ in range(asked.count):

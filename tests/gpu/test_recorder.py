@@ -15,7 +15,7 @@ from kbrl_async.kernels.verify import bench_options, recording
 from kbrl_async.kernels.verify.bench import zygote_for
 from kbrl_async.kernels.verify.cuda.record.session import Recorders, spares_for
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
-from kbrl_async.kernels.verify.cuda.replay.session import place_inputs
+from kbrl_async.kernels.verify.cuda.replay.stretches import place_inputs
 from kbrl_async.kernels.verify.device import device_of
 from kbrl_async.kernels.verify.references import References
 from kbrl_async.kernels.verify.session import Submission

@@ -90,6 +90,7 @@ def test_a_chain_can_not_be_answered_by_its_first_forward(judge: Judge) -> None:
     assert speedup(judge(ADD, source, "cuda-nvrtc", timing=True)) < 1.1 * plain
 
 
+@pytest.mark.alone  # fewer forwards are one timed run where others share the GPU
 def test_a_kernel_that_is_right_of_usual_inputs_alone_when_it_counts_to_five_is_wrong(judge: Judge) -> None:
     """From its fifth forward of one timed run on: none that is checked by itself has one."""
     body = "if (i == 0) atomicAdd(&launches, 1); float a = i < n ? x[i] : 0, b = i < n ? y[i] : 0; "
@@ -431,6 +432,7 @@ def test_who_spoils_the_recorder_makes_nobody_else_wrong(
         assert is_replayed(judge(ADD, nvrtc(), "cuda-nvrtc"))
 
 
+@pytest.mark.alone  # its times are compared
 def test_who_spoils_the_recorder_makes_nobody_else_slower(hosted: Hosted, judge: Judge) -> None:
     """In a group of answers to one problem, the slower others are, the more one's own is worth."""
     before = speedup(judge(ADD, nvrtc(), "cuda-nvrtc", timing=True))

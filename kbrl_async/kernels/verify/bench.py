@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 import msgspec
+import torch
 
 from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.kernels.backends import backend, modules_of
@@ -90,8 +91,7 @@ class Bench:
         probe: Callable[[], Peaks | None] | None = None,
         device: Device | None = None,
     ) -> None:
-        self._zygote = zygote
-        self._device = device or device_of(options.device)
+        self._zygote, self._device = zygote, device or device_of(options.device)
         self.options = self._device.fitted(options)
         self._rng = seeds or secrets.SystemRandom()
         self.references = References(zygote, self.options, self._rng, self._device)
@@ -147,7 +147,7 @@ class Bench:
         self._notice_restart()
         self._device.enter()
         job = _Job(problem, candidate, artifacts, timing, strictness, tick, watch, verified, group, StageClock())
-        with pinned(self.options.cores), _without_gradients(), ExitStack() as after:
+        with pinned(self.options.cores), torch.no_grad(), ExitStack() as after:
             after.callback(self.references.rest)  # what others wait for is theirs afterwards
             family, verdict, timed = self._tried(job)
         timed = None if timed is None else msgspec.structs.replace(timed, ratios=())
@@ -428,9 +428,3 @@ class Bench:
 def _is_clearly_slower(timed: Timing, options: BenchOptions) -> bool:
     """Whether how much slower it is earns little (`Recipe.enough_below`)."""
     return not timed.is_disturbed and timed.hi < options.recipe.enough_below
-
-
-def _without_gradients() -> AbstractContextManager[object]:
-    import torch
-
-    return torch.no_grad()

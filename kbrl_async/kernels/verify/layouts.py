@@ -6,7 +6,7 @@ Its functions are bound at import: it is asked inside of children, too, after th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -84,3 +84,12 @@ def _orders(item: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     for order in itertools.permutations(range(squeezed.dim())):
         yield squeezed.permute(order).flatten()
+
+
+def are_parts(results: list[torch.Tensor], size: int, is_answer: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether some of an operator's results that follow each other hold the answer together, in whatever order."""
+    for run in runs_of([result.numel() for result in results], size):
+        parts = results[run]
+        if len({part.dtype for part in parts}) == 1 and is_answer(torch.cat([part.flatten() for part in parts])):
+            return True
+    return False

@@ -102,6 +102,10 @@ class Forward(msgspec.Struct, frozen=True):
     outputs: list[wire.TensorMeta]
 
 
+NO_ROOM = "its forward takes more memory than it is recorded in"
+"""How a `Recording.refused` begins where more memory may help."""
+
+
 class Recording(msgspec.Struct, frozen=True):
     forwards: list[Forward] = []
     """By slot."""
@@ -160,3 +164,8 @@ def _name(node: Node) -> str:
     if isinstance(node, Operator):
         return node.name
     return "aten::fill_" if isinstance(node, Memset) else "aten::copy_"
+
+
+def plain(meta: wire.TensorMeta) -> wire.TensorMeta:
+    """What type it had in Python is nothing that data has."""
+    return wire.TensorMeta(meta.dtype, meta.shape, meta.strides, meta.place)

@@ -177,14 +177,18 @@ def test_a_rank_that_holds_a_later_version_sends_nothing_and_the_transfer_ends_a
 
 def test_a_rank_that_is_late_is_waited_for(ranks: Ranks) -> None:
     sampler = Sampler(ranks.meeting, "sampler.1")
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         ranks.others[0].hold(4, rows(4, 1))
         ranks.sender.offer(manifest(4), rows(4, 0), index_of(weights(4)))
         taken = pool.submit(sampler.take)
-        time.sleep(0.1)
+        until(lambda: ranks.sender.readers == 1)
+        freed = pool.submit(ranks.sender.idle)
+        time.sleep(0.3)
         assert not taken.done()
+        assert not freed.done(), "nor is the next version made before all ranks have sent this one"
         ranks.others[1].hold(4, rows(4, 2))
         assert_whole(taken.result(), 4)
+        freed.result(PATIENCE_S)
 
 
 def test_the_file_is_that_of_a_learner_of_one_rank(ranks: Ranks, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ class Passes:
         self._out.zero_()
         self._launch(f"compare_{known[0]}", self._grid, got, expected, ctypes.c_uint64(count), *figures)
         self._launch(f"values_{known[0]}", (1, 1, 1), got, expected, threads=1)
-        wrong, nans, worst, worst_wrong, *values = self._told()
+        wrong, nans, worst, worst_wrong, *values = self._counts()
         there = _number(values[0]), _number(values[1])
         return Counted(wrong, nans, unpacked(worst), unpacked(worst_wrong) if wrong else None, there)
 
@@ -189,7 +189,7 @@ class Passes:
     def _run(self, name: str, *arguments: Any) -> list[int]:
         self._out.zero_()
         self._launch(name, self._grid, *arguments)
-        return self._told()
+        return self._counts()
 
     def _launch(self, name: str, grid: tuple[int, int, int], *arguments: Any, threads: int = _THREADS) -> None:
         given = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in (*arguments, self._out)]
@@ -197,7 +197,7 @@ class Passes:
         stream = torch.cuda.current_stream(self._out.device).cuda_stream
         cuda_driver.driver().launch(self._functions[name], grid, (threads, 1, 1), 0, stream, packed)
 
-    def _told(self) -> list[int]:
+    def _counts(self) -> list[int]:
         return [number % (1 << 64) for number in self._out.tolist()]
 
 

@@ -23,8 +23,9 @@ from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
 from kbrl_async.kernels.verify.cuda.replay.places import Places
 from kbrl_async.kernels.verify.cuda.replay.program import Program
-from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession, place_inputs
+from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
 from kbrl_async.kernels.verify.cuda.replay.steps import KernelStep, OperatorStep, Refused
+from kbrl_async.kernels.verify.cuda.replay.stretches import place_inputs
 from kbrl_async.kernels.verify.proof import of_recorded
 from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Operator, Recording, ways
 from kbrl_async.kernels.verify.session import CandidateFault
@@ -304,6 +305,24 @@ def test_a_call_that_does_the_work_of_others_is_found() -> None:
     with pytest.raises(CandidateFault) as caught:
         made.call(wire.OP_RUN, 0, 1.0)
     assert (caught.value.kind, caught.value.rule) == (Fault.CHEATING, "slot_batched")
+
+
+@pytest.mark.parametrize("is_work", [True, False])
+def test_small_inputs_behind_a_bias_tell_whose_work_it_is(is_work: bool) -> None:
+    """About 1 is the answer to all of them; so is a stray 1."""
+    made, host = filled()
+    for number, slot in enumerate(made.slots):
+        slot[0].view(torch.float32)[:] = 0.01 * torch.randn(4, generator=torch.Generator().manual_seed(number))
+
+    def work(raw: torch.Tensor, slot: int) -> None:
+        for one in range(3):
+            out = raw[1024 + 64 * one : 1040 + 64 * one].view(torch.float32)
+            out[:] = 1 + raw[64 * one : 64 * one + 16].view(torch.float32) if is_work or one == slot else 1.0
+
+    host.work = work
+    with pytest.raises(CandidateFault) as caught:
+        made.call(wire.OP_RUN, 0, 1.0)
+    assert caught.value.rule == ("slot_batched" if is_work else "stray_write")
 
 
 def test_a_call_that_writes_elsewhere_is_wrong_and_accused_of_nothing() -> None:

@@ -26,7 +26,7 @@ import torch
 from kbrl_async.kernels import stages
 from kbrl_async.kernels.sandbox import Isolation
 from kbrl_async.kernels.verify import allowed, compare, values, wire
-from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
+from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.replay import orders
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Image
@@ -41,15 +41,12 @@ from kbrl_async.kernels.verify.cuda.replay.stretches import (
     touches,
 )
 from kbrl_async.kernels.verify.cuda.session import TimedCall
-from kbrl_async.kernels.verify.layouts import runs_of
-from kbrl_async.kernels.verify.recording import Memcpy, Operator, Recording, counted, digest, ways
+from kbrl_async.kernels.verify.layouts import are_parts
+from kbrl_async.kernels.verify.recording import Memcpy, Operator, Recording, counted, digest, plain, ways
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
 from kbrl_async.kernels.verify.validation import overlap, span
 from protocols.records import REPLAYED, Fault
 
-_GAPS = 32
-"""A gap between two inputs is at most so many times the alignment."""
-_LARGE, _PAGE, _PAGES = 1 << 20, 2 << 20, 3
 _ORDERS = 2
 _TELLS_NS = 1e6
 _MOST_STRETCHES = 64
@@ -58,36 +55,16 @@ _STRAY = "forward writes to memory that is neither its output nor its own: an in
 _KEPT = "an output returned earlier was overwritten by a later call: allocate a new output in each call"
 
 
-def place_inputs(
-    tensors: list[torch.Tensor], slots: int, rng: random.Random
-) -> tuple[list[list[wire.TensorMeta]], int]:
-    """Places for the inputs of each slot, at distances that nobody can foresee, and their end."""
-    placed: list[list[wire.TensorMeta]] = []
-    end = 0
-    for _ in range(slots):
-        metas: list[wire.TensorMeta] = []
-        for tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
-            step = ALIGNMENT if size < _LARGE else _PAGE  # large ones begin with a page, as the driver's own do
-            end = values.padded(end, step) + rng.randint(1, _GAPS if size < _LARGE else _PAGES) * step
-            metas += values.layout([tensor], end, step)[0]
-            end += values.padded(size, ALIGNMENT)
-        placed.append(metas)
-    return placed, values.padded(end + ALIGNMENT, _PAGE)
-
-
 class ReplaySession:
     """One candidate in a player. Raises `CandidateFault` for what its kernels did, `InfraError` for what the host did.
 
-    `recorded_in`: the arena of its recorder, which holds the image. `inputs`: as `place_inputs` gave them.
+    `recorded_in`: the arena of its recorder, which holds the image. `inputs`: as `stretches.place_inputs` gave them.
 
     :raises Unreplayable: its machine code can't be loaded here.
     """
 
     trust, trust_reason = REPLAYED, ""
-    keeps_outputs = False
-    reads_in_place = True
-    is_trusted = True
+    keeps_outputs, reads_in_place, is_trusted = False, True, True
 
     def __init__(
         self,
@@ -110,7 +87,7 @@ class ReplaySession:
         self.kernels = {name: found for forward in reversed(every) for name, found in counted(forward).items()}
         self.plan = digest(every)
         self._image = [recorded_in.raw[begin:end].clone() for begin, end in recording.image]
-        self._outputs = [[_plain(meta) for meta in forward.outputs] for forward in recording.forwards]
+        self._outputs = [[plain(meta) for meta in forward.outputs] for forward in recording.forwards]
         taken = [*recording.image, *(span(meta) for slot in inputs for meta in slot)]
         self._rest = complement(taken, recording.used)
         self._taken = taken
@@ -257,7 +234,7 @@ class ReplaySession:
 
     def _refuse_writing(self, slot: int, other: int, deadline_s: float) -> None:
         """To the outputs of another slot than those that ran. That is an accusation only together with a second fact:
-        what lies there is what forward makes of that slot's inputs, and not what it made of its own.
+        what lies there is what forward makes of that slot's inputs, and far from what it made of its own.
         """
         outputs = self._outputs[other]
         written = {number: self._copy(meta) for number, meta in enumerate(outputs) if not self._is_poison(meta)}
@@ -265,8 +242,9 @@ class ReplaySession:
             return
         own = [self._copy(self._outputs[slot][number]) for number in written]
         self.run(other, deadline_s)
-        is_work = all(compare.is_roughly(found, self._copy(outputs[number])) for number, found in written.items())
-        if is_work and not all(map(compare.is_roughly, written.values(), own)):
+        theirs = [self._copy(outputs[number]) for number in written]
+        is_work = all(map(compare.is_roughly, written.values(), theirs))
+        if is_work and any(map(compare.is_much_nearer, written.values(), theirs, own)):
             raise CandidateFault(Fault.CHEATING, _BATCHED, "slot_batched")
         raise CandidateFault(Fault.ILLEGAL_ACCESS, _STRAY, "stray_write")
 
@@ -429,7 +407,7 @@ class ReplaySession:
         for node in self._recording.forwards[slot].nodes:
             if isinstance(node, Operator):
                 for meta in node.results if allowed.does_work(node.name) else ():
-                    found, result = allowed.base_of(node.name), self._arena.view(_plain(meta))
+                    found, result = allowed.base_of(node.name), self._arena.view(plain(meta))
                     if is_answer(result):
                         return found
                     results.setdefault(found, []).append(result)
@@ -438,7 +416,7 @@ class ReplaySession:
                 written.append((node.to, node.to + node.size))
         sizes = {math.prod(meta.shape) for meta in self._outputs[slot]}
         for operator, parts in results.items():
-            if any(_are_parts(parts, size, is_answer) for size in sizes):
+            if any(are_parts(parts, size, is_answer) for size in sizes):
                 return operator
         return found if found and self._is_put_together(written, is_answer, slot) else ""
 
@@ -450,17 +428,3 @@ class ReplaySession:
                 if is_answer(self._arena.view(wire.TensorMeta(meta.dtype, (math.prod(meta.shape),), (1,), begin))):
                     return True
         return False
-
-
-def _are_parts(results: list[torch.Tensor], size: int, is_answer: Callable[[torch.Tensor], bool]) -> bool:
-    """Whether some of an operator's results that follow each other hold the answer together, in whatever order."""
-    for run in runs_of([result.numel() for result in results], size):
-        parts = results[run]
-        if len({part.dtype for part in parts}) == 1 and is_answer(torch.cat([part.flatten() for part in parts])):
-            return True
-    return False
-
-
-def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:
-    """What type it had in Python is nothing that data has."""
-    return wire.TensorMeta(meta.dtype, meta.shape, meta.strides, meta.place)

@@ -1,18 +1,41 @@
-"""Stretches of an arena, as (begin, end) in bytes: which are free, which meet, and how they are poisoned."""
+"""Stretches of an arena, as (begin, end) in bytes: where inputs lie, what is free, what meets, how it is poisoned."""
 
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Iterable, Sequence
 
 import torch
 
+from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT
 
 POISON = 0x7F
-SMALL = 32 * ALIGNMENT
+_GAPS = 32
+"""A gap between two inputs is at most so many times the alignment."""
+_LARGE, _PAGE, _PAGES = 1 << 20, 2 << 20, 3
+SMALL = _GAPS * ALIGNMENT
 """Stretches up to this many bytes are poisoned all at once."""
 Span = tuple[int, int]
+
+
+def place_inputs(
+    tensors: list[torch.Tensor], slots: int, rng: random.Random
+) -> tuple[list[list[wire.TensorMeta]], int]:
+    """Places for the inputs of each slot, at distances that nobody can foresee, and their end."""
+    placed: list[list[wire.TensorMeta]] = []
+    end = 0
+    for _ in range(slots):
+        metas: list[wire.TensorMeta] = []
+        for tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            step = ALIGNMENT if size < _LARGE else _PAGE  # large ones begin with a page, as the driver's own do
+            end = values.padded(end, step) + rng.randint(1, _GAPS if size < _LARGE else _PAGES) * step
+            metas += values.layout([tensor], end, step)[0]
+            end += values.padded(size, ALIGNMENT)
+        placed.append(metas)
+    return placed, values.padded(end + ALIGNMENT, _PAGE)
 
 
 class Stretches:
