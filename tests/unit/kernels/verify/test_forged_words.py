@@ -12,8 +12,9 @@ import pytest
 
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
-from kbrl_async.kernels.verify import Bench, bench_options, checks, replies
+from kbrl_async.kernels.verify import Bench, bench_options, replies
 from kbrl_async.kernels.verify import session as sessions
+from kbrl_async.kernels.verify.cpu import own_kernels
 from protocols.records import BenchReport, Candidate, Fault, Problem, Verdict
 from tests.unit.kernels.verify.conftest import SCALE_AND_SHIFT
 from tests.unit.kernels.verify.hostile import candidate
@@ -290,7 +291,7 @@ def test_without_the_checks_a_tree_without_its_tensor_reaches_the_judge(
 def test_without_the_rule_forged_words_pass_for_a_process_that_needs_its_kernels(
     evaluate: Evaluate, compile_raw: Callable[[str], dict[str, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "FORGED", "")
+    monkeypatch.setattr(own_kernels, "FORGED", "")
     source = "void f(float *x) {}"
     trace = "dict(launches={'f': (1, 10)})"
     answer = f"return b'x' if op == MUTED else self.done(nonce, trace={trace} if op == TRACE else None)"

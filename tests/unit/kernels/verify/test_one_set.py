@@ -322,7 +322,7 @@ def large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "CHUNK", 1 << 13)
     monkeypatch.setattr(fresh, "_SLACK", 1 << 10)
     monkeypatch.setattr(inputs, "_SAMPLE", 1 << 12)
-    monkeypatch.setattr("kbrl_async.kernels.verify.sets._FEW", 1 << 12)
+    monkeypatch.setattr("kbrl_async.kernels.verify.input_set._FEW", 1 << 12)
 
 
 @pytest.mark.usefixtures("large_parts")

@@ -65,7 +65,6 @@ OTHERWISE: Mapping[str, str] = {
     "run.device": DEVICE,
     "check.device": DEVICE,
     "wrapper.device": DEVICE,
-    "Order.device": DEVICE,
     "bench_options.device": DEVICE,
     "Setup.device": DEVICE,
     "ensure_small_policy.device": DEVICE,
