@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import os
 import random
 import sqlite3
 import time
@@ -29,7 +30,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from benchmarks.harness import CORRECT_ONLY, Halves, verifying
+from benchmarks.harness import CORES, CORRECT_ONLY, ONE_THREAD, Halves, Result, rounded, verifying
+from benchmarks.harness.crew import Work
 from kbrl_async.errors import InfraError, NonFiniteLoss
 from kbrl_async.kernels.settings import CompileFarm
 from kbrl_async.learning.policies.models import DTYPES, load_model, load_tokenizer
@@ -134,22 +136,35 @@ def config_of(setting: StudySetting, words: Sequence[str], seed: int, policy: st
 
 
 class Verdicts:
-    """Build and bench reports by problem and candidate, in a file that several processes share."""
+    """Builds and verifies candidates, each source of a problem once: in a file that several processes share."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, halves: Halves | None = None) -> None:
+        self._halves, self.verified = halves, 0
         self._db = sqlite3.connect(path, timeout=60.0, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=OFF")
+        for words in ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=OFF"):
+            self._db.execute(words)
         self._db.execute("CREATE TABLE IF NOT EXISTS verdicts (key BLOB PRIMARY KEY, frames BLOB) WITHOUT ROWID")
-        self._decoder = msgspec.msgpack.Decoder(list[BuildReport | BenchReport])
 
     def get(self, problem: Problem, candidate: Candidate) -> list[BuildReport | BenchReport] | None:
         row = self._db.execute("SELECT frames FROM verdicts WHERE key = ?", (_key(problem, candidate),)).fetchone()
-        return None if row is None else self._decoder.decode(row[0])
+        return None if row is None else msgspec.msgpack.decode(row[0], type=list[BuildReport | BenchReport])
 
     def put(self, problem: Problem, candidate: Candidate, frames: Sequence[BuildReport | BenchReport]) -> None:
         value = msgspec.msgpack.encode([_plain(frame) for frame in frames])
         self._db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (_key(problem, candidate), value))
+
+    def frames(self, problem: Problem, candidate: Candidate) -> list[BuildReport | BenchReport]:
+        found = self.get(problem, candidate)
+        if found is None:
+            assert self._halves is not None
+            try:
+                build, bench = self._halves.both(problem, candidate)
+            except InfraError:  # a crowded host; what it ended is made anew
+                build, bench = self._halves.both(problem, candidate)
+            found = [build] if bench is None else [build, bench]
+            self.verified += 1
+            self.put(problem, candidate, found)
+        return found
 
     def close(self) -> None:
         self._db.close()
@@ -166,33 +181,23 @@ def _key(problem: Problem, candidate: Candidate) -> bytes:
     return hashlib.sha256(msgspec.msgpack.encode([problem.source, candidate.backend, candidate.source])).digest()
 
 
-class Remembering:
-    """Builds and verifies candidates, each source once."""
+@contextlib.contextmanager
+def working(policy: str, cache: Path, first_core: int, number: int, jobs: int) -> Iterator[Work]:
+    """What a worker does with an arm, on a core of its own with one thread."""
+    cores = [core for core in CORES if core >= first_core]
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
+    os.environ.update(ONE_THREAD)
+    torch.set_num_threads(1)
+    with (
+        verifying(CompileFarm(deadline_s=20.0), references=64) as halves,
+        contextlib.closing(Verdicts(cache, halves)) as verdicts,
+    ):
 
-    def __init__(self, halves: Halves, verdicts: Verdicts) -> None:
-        self._halves, self._verdicts = halves, verdicts
-        self.verified = 0
+        def run(given: tuple[Arm, StudySetting, Sequence[str]]) -> Result:
+            outcome = Study(*given, policy, verdicts).run()
+            return {"state": "ok", **msgspec.to_builtins(outcome)}
 
-    @classmethod
-    @contextlib.contextmanager
-    def open(cls, cache: Path) -> Iterator[Remembering]:
-        with (
-            verifying(CompileFarm(deadline_s=20.0), references=64) as halves,
-            contextlib.closing(Verdicts(cache)) as verdicts,
-        ):
-            yield cls(halves, verdicts)
-
-    def frames(self, problem: Problem, candidate: Candidate) -> list[BuildReport | BenchReport]:
-        found = self._verdicts.get(problem, candidate)
-        if found is None:
-            try:
-                build, bench = self._halves.both(problem, candidate)
-            except InfraError:  # a crowded host; what it ended is made anew
-                build, bench = self._halves.both(problem, candidate)
-            found = [build] if bench is None else [build, bench]
-            self.verified += 1
-            self._verdicts.put(problem, candidate, found)
-        return found
+        yield run
 
 
 class MemorySampler:
@@ -230,7 +235,7 @@ class MemorySampler:
 class Study:
     """One arm, from the first policy to the last."""
 
-    def __init__(self, arm: Arm, setting: StudySetting, words: Sequence[str], policy: str, judge: Remembering) -> None:
+    def __init__(self, arm: Arm, setting: StudySetting, words: Sequence[str], policy: str, judge: Verdicts) -> None:
         self.arm, self.setting, self._judge = arm, setting, judge
         self._config = config_of(setting, words, arm.seed, policy)
         self._plan = plan_of(self._config)
@@ -286,13 +291,17 @@ class Study:
         self._book.check()
         self._sampler.publish(update + 1, self._trainer.model)
         facts = {name: metrics[name] for name in UPDATE_FACTS if name in metrics}
-        return _rounded({**_rates([one for members in scored.values() for one in members]), **facts})
+        found: dict[str, float] = rounded({**_rates([one for members in scored.values() for one in members]), **facts})
+        return found
 
     def evaluate(self, versions: Sequence[int]) -> dict[str, float]:
         """Fresh answers of these versions to all training problems."""
         asked = [(f"eval-{problem.problem_id}", problem) for problem in self._training]
         scored = [self._rollouts(v, EVALUATION - v, asked, self.setting.eval_samples) for v in versions]
-        return _rounded(_rates([one for each in scored for members in each.values() for one in members]))
+        found: dict[str, float] = rounded(
+            _rates([one for each in scored for members in each.values() for one in members])
+        )
+        return found
 
     def _problems(self, update: int) -> list[Problem]:
         """In turn, in an order that is drawn anew for each pass."""
@@ -343,7 +352,3 @@ def _rates(scored: Sequence[ScoredTurn]) -> dict[str, float]:
         "correct": sum(one.stats.correct for one in scored) / n,
         "compiled": sum(one.stats.compiled for one in scored) / n,
     }
-
-
-def _rounded(values: dict[str, float]) -> dict[str, float]:
-    return {name: float(f"{value:.5g}") for name, value in values.items()}

@@ -33,7 +33,7 @@ import tempfile
 import time
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -50,7 +50,7 @@ if typing.TYPE_CHECKING:  # torch would stand in the memory of a broker that is 
     from kbrl_async.kernels.funnel import Builder, Judge
     from kbrl_async.kernels.settings import CompileFarm, TimingBench
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CORES = sorted(os.sched_getaffinity(0))
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 BEGAN = time.monotonic()
@@ -107,7 +107,7 @@ class Commands:
             found = asyncio.run(found)
         if found is not None:
             line = {"benchmark": f"{self.question} {name}", **found, "machine": machine()}
-            print(json.dumps(_rounded(line)), flush=True)
+            print(json.dumps(rounded(line)), flush=True)
             sys.exit(0 if found.get("ok", True) else 1)
 
     def _parser(self) -> argparse.ArgumentParser:
@@ -162,14 +162,14 @@ def _format_default(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     match value:
         case float():
             return float(f"{value:.{DIGITS}g}")
         case Mapping():
-            return {name: _rounded(inside) for name, inside in value.items()}
+            return {name: rounded(inside) for name, inside in value.items()}
         case list() | tuple():
-            return [_rounded(inside) for inside in value]
+            return [rounded(inside) for inside in value]
     return str(value) if isinstance(value, Path) else value
 
 
@@ -186,7 +186,7 @@ def machine() -> Result:
 
 
 def say(*words: object) -> None:
-    print(f"{time.monotonic() - BEGAN:7.1f} s ", *map(_rounded, words), file=sys.stderr, flush=True)
+    print(f"{time.monotonic() - BEGAN:7.1f} s ", *map(rounded, words), file=sys.stderr, flush=True)
 
 
 # ── measuring ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -221,6 +221,20 @@ def bootstrap(values: Sequence[float]) -> dict[str, float]:
 def cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table for a page."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *rows))
+
+
+def with_figures(page: str, marks: tuple[str, str], figures: str) -> str:
+    """The page with its part between the two marks replaced."""
+    before, begin, rest = page.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    if not (begin and end):
+        raise ValueError(f"the page needs the lines {marks[0]} and {marks[1]}")
+    return f"{before}{begin}\n{figures}\n{end}{after}"
 
 
 # ── processes of ours ─────────────────────────────────────────────────────────────────────────────────────────────
