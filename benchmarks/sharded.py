@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import json
-import math
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import Commands, Result, say
+from benchmarks.harness import Commands, Result, say, timed
+from benchmarks.harness.models import H100_DENSE, config_of, random_group
 from kbrl_async.learning import checkpoints, efficiency
 from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.policies.models import wrap_lora
@@ -27,14 +25,8 @@ from kbrl_async.learning.settings import Learner
 from kbrl_async.learning.sharded import ShardedModel
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.config import Config
-from kbrl_async.shapes import ModelShape, read_shape, shape_of
-from protocols.records import TrainGroup, TrainSample
 
 commands = Commands("sharded", __doc__)
-TINY = shape_of({"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
-                 "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512})  # fmt: skip
-NOMINAL = 989e12
-"""FLOP/s of an H100 or H200 in bf16, as its maker says."""
 
 
 @commands
@@ -80,25 +72,20 @@ def updates(
         trainer.close()
         sys.exit(0)
     peak = efficiency.measured_peak(device, device.type == "cuda")
-    _say("built", found | {"held_gb": _allocated(device), "peak_tflops": peak / 1e12})
+    say("built", found | {"held_gb": _allocated(device), "peak_tflops": peak / 1e12})
     if resume:
-        found["resume_s"] = _timed(lambda: checkpoints.restore(Path(resume) / "step-000001", trainer))
+        found["resume_s"] = timed(lambda: checkpoints.restore(Path(resume) / "step-000001", trainer))
         found["resumed"] = _digest(trainer)
-        _say("resumed", {"s": found["resume_s"], "sha256": found["resumed"]})
+        say("resumed", found["resume_s"], found["resumed"])
     for length in each:
         found[f"length_{length}"] = one = _measure(trainer, shape, length, sequences * ranks.size, count, peak)
-        _say(str(length), one)
+        say(length, one)
     if publish:
-        found["gather_s"] = _timed(lambda: collections.deque(trainer.gathered_weights() or (), maxlen=0))
-        _say("gathered", {"s": found["gather_s"]})
+        found["gather_s"] = timed(lambda: collections.deque(trainer.gathered_weights() or (), maxlen=0))
     if checkpoint:
         found |= _checkpointed(trainer, Path(checkpoint), keep)
     trainer.close()
     return found
-
-
-def _shape(name: str) -> ModelShape:
-    return TINY if name == "tiny" else read_shape(name)
 
 
 def _trainer(shape: str, lora_rank: int, learner: Learner, masters: str, offload: bool, ranks: ProcessGroup) -> Trainer:
@@ -107,8 +94,7 @@ def _trainer(shape: str, lora_rank: int, learner: Learner, masters: str, offload
     held = arithmetic if lora_rank or masters == "bfloat16" else torch.float32
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        config = {**_shape(shape).as_config(), "max_position_embeddings": 40960, "rope_theta": 1e6}
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        config_of(shape).save_pretrained(folder)
         model = skeleton(folder, held)
     if lora_rank:
         model = wrap_lora(model, lora_rank)
@@ -118,14 +104,11 @@ def _trainer(shape: str, lora_rank: int, learner: Learner, masters: str, offload
 
 
 def _measure(trainer: Trainer, shape: str, length: int, sequences: int, count: int, peak: float) -> Result:
-    groups = _group(shape, length, sequences)
+    groups = random_group(config_of(shape).vocab_size, length // 4, length, sequences)
     if trainer.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    took, last = [], dict[str, float]()
-    for _ in range(count):
-        began = time.perf_counter()
-        last = trainer.step(groups, 1.0)  # ends with the gradient's norm on the host
-        took.append(time.perf_counter() - began)
+    last = dict[str, float]()
+    took = [timed(lambda: last.update(trainer.step(groups, 1.0))) for _ in range(count)]  # ends on the host
     best = min(took[1:] or took)
     tokens = length * sequences
     assert trainer.process_group is not None
@@ -133,7 +116,7 @@ def _measure(trainer: Trainer, shape: str, length: int, sequences: int, count: i
     return {
         "tokens_per_s": tokens / best,
         "mfu": flops / peak,
-        "mfu_of_989": flops / NOMINAL,
+        "mfu_of_989": flops / H100_DENSE,
         "peak_gb": efficiency.peak_memory_mb(trainer.device) / 1e3 * 1.048576,
         "steps_s": took,
         "loss": last["loss"],
@@ -142,29 +125,11 @@ def _measure(trainer: Trainer, shape: str, length: int, sequences: int, count: i
 
 
 def _flops_per_token(trainer: Trainer, length: int) -> float:
-    """6 a trained weight of the layers and 4 a frozen one, causal attention, the head at the scored three quarters."""
+    """Those of the model, its head at the scored three quarters."""
     config: Any = trainer.model.config
-    layers = [(p.numel(), p.requires_grad) for n, p in trainer.model.named_parameters() if ".layers." in n]
-    trained, frozen = (sum(n for n, is_trained in layers if is_trained == kind) for kind in (True, False))
-    query: int = config.num_attention_heads * config.head_dim if hasattr(config, "head_dim") else config.hidden_size
-    vocabulary: int = config.vocab_size * config.hidden_size
-    head = (4 if frozen else 6) * 0.75 * vocabulary
-    return 6.0 * trained + 4.0 * frozen + 6.0 * int(config.num_hidden_layers) * query * length + head
-
-
-def _group(shape: str, length: int, sequences: int) -> list[TrainGroup]:
-    generator = torch.Generator().manual_seed(1)
-    vocabulary = _shape(shape).vocabulary
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(0, vocabulary, (count,), generator=generator).tolist()
-
-    prompt, guess = tokens(length // 4), [-math.log(vocabulary)] * (length - length // 4)
-    samples = [
-        TrainSample(f"g.r{i}", prompt, tokens(len(guess)), guess, 1.0 if i % 2 else -1.0, 0.0, 0)
-        for i in range(sequences)
-    ]
-    return [TrainGroup("g", "p", 1, samples)]
+    is_frozen = any(not p.requires_grad for p in trainer.model.parameters())
+    unscored = (4 if is_frozen else 6) * 0.25 * config.vocab_size * config.hidden_size
+    return efficiency.flops_per_token(trainer.model, length) - unscored
 
 
 def _digest(trainer: Trainer) -> str:
@@ -183,37 +148,21 @@ def _checkpointed(trainer: Trainer, folder: Path, keep: bool) -> Result:
     (folder / "step-000000" / "COMPLETE").touch()
     progress = checkpoints.LearnerProgress(version=1)
     began = time.perf_counter()
-    still = _timed(lambda: checkpoints.save(folder, trainer, progress, keep_checkpoints=1))
+    still = timed(lambda: checkpoints.save(folder, trainer, progress, keep_checkpoints=1))
     trainer.settle()
     written = time.perf_counter() - began
     size = sum(path.stat().st_size for path in (folder / "step-000001").iterdir()) / 1e9
-    read = _timed(lambda: checkpoints.restore(folder / "step-000001", trainer))
+    read = timed(lambda: checkpoints.restore(folder / "step-000001", trainer))
     if not keep:
         shutil.rmtree(folder)
     found: Result = {"checkpoint_gb": size, "still_s": still, "written_s": written, "read_s": read}
     found["sha256"] = _digest(trainer)
-    _say("checkpoint", found)
+    say("checkpoint", found)
     return found
-
-
-def _timed(action: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
 
 
 def _allocated(device: torch.device) -> float:
     return torch.cuda.memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
-
-
-def _say(what: str, found: Result) -> None:
-    say(f"{what}: " + ", ".join(f"{name} {_short(value)}" for name, value in found.items()))
-
-
-def _short(value: object) -> str:
-    if isinstance(value, list):
-        return "/".join(map(_short, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

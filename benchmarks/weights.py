@@ -6,6 +6,7 @@ Random weights: a model's shape is all that counts.
 from __future__ import annotations
 
 import asyncio
+import copy
 import multiprocessing as mp
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ import msgspec
 import torch
 
 from benchmarks.harness import Commands, Result, say
+from benchmarks.harness.models import config_of, random_model
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import DTYPES
@@ -29,7 +31,6 @@ from kbrl_async.runs.config import load
 from kbrl_async.sampling.canary import rms
 from kbrl_async.sampling.settings import Sampler
 from kbrl_async.sampling.transformers.engine import TransformersEngine
-from kbrl_async.shapes import read_shape
 from kbrl_async.weights import Canaries
 from kbrl_async.weights.direct import Sender
 from protocols.records import SamplingParams
@@ -37,30 +38,14 @@ from services.learner.publishing import Publisher
 from services.sampler.line import LearnerLine
 
 commands = Commands("weights", __doc__)
-TOYS = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512},
-    "300m": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32_000},
-}  # fmt: skip
 CANARY = [5, 9, 14, 3, 27, 33, 8, 21, 40, 2, 17, 11]
-Shape = Literal["tiny", "300m", "qwen3-4b"]
+Shape = Annotated[str, "tiny, 300m, or a public model such as qwen3-4b"]
 
 
 def make_model(shape: str, device: str, dtype: torch.dtype, seed: int) -> torch.nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = TOYS[shape] if shape in TOYS else read_shape(shape).as_config()
-    common = {"max_position_embeddings": 40_960, "tie_word_embeddings": True, "eos_token_id": 1}
-    config = Qwen3Config(**{**sizes, **common}, dtype=dtype)
-    torch.manual_seed(seed)
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model: torch.nn.Module = Qwen3ForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return model
+    config = copy.deepcopy(config_of(shape))
+    config.update({"tie_word_embeddings": True, "eos_token_id": 1})
+    return random_model(config, device, dtype, seed)
 
 
 @torch.no_grad()
@@ -87,7 +72,7 @@ def critical(
 ) -> Result:
     """Seconds for which a version keeps the learner from its next update: written at once, and beside it."""
     model, canaries = make_model(shape, device, torch.float32, 0), Canaries(CANARY, [])
-    copy = HostCopy(DTYPES[dtype])
+    on_host = HostCopy(DTYPES[dtype])
     at_once, beside, written, parts = [], [], [], {"snapshot_s": 0.0, "canary_s": 0.0}
     with tempfile.TemporaryDirectory() as folder:
         for version in range(versions_made):
@@ -97,7 +82,7 @@ def critical(
             publisher, begun = Publisher(Path(folder)), finished(device)
             pending = versions.prepare(
                 Path(folder), model, version, None, version, canaries,
-                copied=_timed("snapshot_s", parts, copy.of),
+                copied=_timed("snapshot_s", parts, on_host.of),
                 logprobs_of=_timed("canary_s", parts, lambda ids: sequence_logprobs(model, ids)),
             )  # fmt: skip
             publisher.begin(pending, lambda: None)
@@ -186,7 +171,7 @@ def flight(
         args = (root, chosen, f"sampler.{number}", shape, place, theirs)
         context.Process(target=sample, args=args, daemon=True).start()
         pipes.append(ours)
-    model, copy = make_model(shape, learner, torch.float32, 0), HostCopy(DTYPES[dtype])
+    model, on_host = make_model(shape, learner, torch.float32, 0), HostCopy(DTYPES[dtype])
     say(f"the learner has {sum(p.numel() for p in model.parameters()):,} parameters")
     assert all(pipe.recv()[0] == "ready" for pipe in pipes)
     say("samplers are ready")
@@ -199,7 +184,7 @@ def flight(
             stepped = finished(learner)
             pending = versions.prepare(
                 root, model, version, None, version, Canaries(CANARY, []),
-                copied=_timed("snapshot_s", row, copy.of),
+                copied=_timed("snapshot_s", row, on_host.of),
                 logprobs_of=_timed("canary_s", row, lambda ids: sequence_logprobs(model, ids)),
             )  # fmt: skip
             if way == "direct" and not write:

@@ -218,6 +218,13 @@ def bootstrap(values: Sequence[float]) -> dict[str, float]:
     return {"mean": mean, "lo": float(interval.low), "hi": float(interval.high)}
 
 
+def timed(action: Callable[[], object]) -> float:
+    """Seconds."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
 def cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)

@@ -4,9 +4,9 @@
 
     versions v0 … vt in memory ─ v(t−S) ─▶ sampler ─▶ build, verify (or the verdict of the same source) ─▶ reward
           ▲                                                                                              │
-          └──────────────── v(t+1) ◀─ Trainer.step ◀─ batch with advantages ◀─ group book ◀──────────────┘
+          └──────────────── v(t+1) ◀─ Trainer.step ◀─ groups with advantages ◀─────────────────────────────┘
 
-Everything but the order of events is the run's own: prompts, running batch, builder, bench, scoring, book, trainer.
+All but the order of events is the run's own: prompts, running batch, builder, bench, scoring, advantages, trainer.
 
 Invariants
 * Update t trains on samples of version max(0, t − S), never on others.
@@ -36,8 +36,9 @@ from kbrl_async.errors import InfraError, NonFiniteLoss
 from kbrl_async.kernels.settings import CompileFarm
 from kbrl_async.learning.policies.models import DTYPES, load_model, load_tokenizer
 from kbrl_async.learning.trainer import Trainer
-from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
-from kbrl_async.rollouts.buffer.events import BatchMade
+from kbrl_async.rollouts.buffer.batching import train_groups
+from kbrl_async.rollouts.buffer.buffer import rollout_ids
+from kbrl_async.rollouts.buffer.group import Group
 from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.rollouts.rewards.presets import find_presets
 from kbrl_async.rollouts.scoring import ScoredTurn, score
@@ -195,7 +196,7 @@ def working(policy: str, cache: Path, first_core: int, number: int, jobs: int) -
 
         def run(given: tuple[Arm, StudySetting, Sequence[str]]) -> Result:
             outcome = Study(*given, policy, verdicts).run()
-            return {"state": "ok", **msgspec.to_builtins(outcome)}
+            return {"state": "ok", **rounded(msgspec.to_builtins(outcome))}
 
         yield run
 
@@ -240,10 +241,6 @@ class Study:
         self._config = config_of(setting, words, arm.seed, policy)
         self._plan = plan_of(self._config)
         self._training = spread(self._plan.training, setting.problems)
-        # The same problems in every arm: a group whose rewards are all alike stays, with advantages of 0.
-        lag = max(arm.staleness, self._plan.buffer.max_staleness)
-        rules = msgspec.structs.replace(self._plan.buffer, filter_zero_variance=False, max_staleness=lag)
-        self._book = RolloutBuffer(rules)
         self._preset = find_presets(msgspec.structs.replace(self._config.reward, preset="stage2"))[0]
         self._trainer: Trainer = make_trainer(self._config, policy, "cpu")
         self._sampler = MemorySampler(policy, setting.sampler, max(arm.staleness + 1, setting.eval_last))
@@ -264,44 +261,32 @@ class Study:
         after = dict.fromkeys(before, 0.0)
         if not failure:
             after = self.evaluate(evaluated_versions(len(history), self.setting.eval_last))
-        seconds = {name: round(value, 2) for name, value in self.seconds.items()}
-        return ArmResult(
-            self.arm, len(history), before, after, history, seconds, self._judge.verified - verified, failure
-        )
+        verified = self._judge.verified - verified
+        return ArmResult(self.arm, len(history), before, after, history, self.seconds, verified, failure)
 
     def update(self, update: int) -> dict[str, float]:
         """One batch and the version that it makes."""
         version = source_version(update, self.arm.staleness)
-        problems = self._problems(update)
-        now = float(update)
-        for problem in problems:
-            self._book.take(self._book.admission(problem.problem_id, problem.level, self._config.group_size, now))
-        awaited = list(self._book.open_rollouts())
-        scored = self._rollouts(version, update, list(zip(awaited, problems, strict=True)), self._config.group_size)
-        for group_id, members in scored.items():
-            for one in members:
-                self._book.take(self._book.scored(group_id, one.sample.rollout_id, [one.sample], now))
-        made = self._book.take(self._book.poll(now)).event
-        assert isinstance(made, BatchMade), "every group of the update is complete"
-        groups = self._book.train_groups(made.batch_id)
+        problems = {f"g{update}-{number}": problem for number, problem in enumerate(self._problems(update))}
+        scored = self._rollouts(version, update, list(problems.items()), self._config.group_size)
+        groups = [
+            Group(name, problem.problem_id, problem.level, self._config.group_size, version,
+                  {one.sample.rollout_id: [one.sample] for one in scored[name]})
+            for name, problem in problems.items()
+        ]  # fmt: skip
+        given = train_groups(groups, self._plan.buffer)  # one whose rewards are all alike stays, with advantages of 0
         started = time.process_time()
-        metrics = self._trainer.step(groups, self._config.temperature, version=update)
+        metrics = self._trainer.step(given, self._config.temperature, version=update)
         self.seconds["train"] += time.process_time() - started
-        self._book.take(self._book.trained(made.batch_id, update + 1, now))
-        self._book.check()
         self._sampler.publish(update + 1, self._trainer.model)
         facts = {name: metrics[name] for name in UPDATE_FACTS if name in metrics}
-        found: dict[str, float] = rounded({**_rates([one for members in scored.values() for one in members]), **facts})
-        return found
+        return {**_rates([one for members in scored.values() for one in members]), **facts}
 
     def evaluate(self, versions: Sequence[int]) -> dict[str, float]:
         """Fresh answers of these versions to all training problems."""
         asked = [(f"eval-{problem.problem_id}", problem) for problem in self._training]
         scored = [self._rollouts(v, EVALUATION - v, asked, self.setting.eval_samples) for v in versions]
-        found: dict[str, float] = rounded(
-            _rates([one for each in scored for members in each.values() for one in members])
-        )
-        return found
+        return _rates([one for each in scored for members in each.values() for one in members])
 
     def _problems(self, update: int) -> list[Problem]:
         """In turn, in an order that is drawn anew for each pass."""
