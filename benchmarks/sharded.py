@@ -129,7 +129,7 @@ def _flops_per_token(trainer: Trainer, length: int) -> float:
     config: Any = trainer.model.config
     is_frozen = any(not p.requires_grad for p in trainer.model.parameters())
     unscored = (4 if is_frozen else 6) * 0.25 * config.vocab_size * config.hidden_size
-    return efficiency.flops_per_token(trainer.model, length) - unscored
+    return efficiency.flops_per_token(trainer.model, length) - float(unscored)
 
 
 def _digest(trainer: Trainer) -> str:

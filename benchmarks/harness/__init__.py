@@ -250,12 +250,17 @@ def with_figures(page: str, marks: tuple[str, str], figures: str) -> str:
 def environment(**more: str) -> dict[str, str]:
     """This one without what a run of ours may have set, for processes that shall import this very code."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KBRL_", "HONCHO_"))}
-    return {**kept, "PYTHONPATH": str(ROOT), **more}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**kept, "PYTHONPATH": path, **more}
 
 
 def command(question: str, *words: object) -> list[str]:
     """Of a sub-command, to be started as a process."""
     return [sys.executable, "-m", f"benchmarks.{question}", *map(str, words)]
+
+
+def kbrl_command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "kbrl_async", *map(str, words)]
 
 
 def kbrl(*words: object, log: Path | None = None, cores: Sequence[int] = ()) -> None:
@@ -266,7 +271,7 @@ def kbrl(*words: object, log: Path | None = None, cores: Sequence[int] = ()) -> 
     threads = {"OMP_NUM_THREADS": str(max(1, len(cores) - 1))} if cores else {}
     with log.open("ab") if log else contextlib.nullcontext(sys.stderr) as output:
         done = subprocess.run(
-            [sys.executable, "-m", "kbrl_async", *map(str, words)], env=environment(**threads), stdout=output,
+            kbrl_command(*words), env=environment(**threads), stdout=output,
             stderr=subprocess.STDOUT if log else None, check=False,
             preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
         )  # fmt: skip

@@ -35,7 +35,7 @@ def raicl(
         study, index = RunStudy(Path(name), cache=cache), suite_index(Path(name) / "index")
         knows = [f"prompt.index={index}", "sft.shot_share=0.5", "sft.max_seconds=240"]
         start = policy or study.make_policy(settings=["prompt.option=raicl", *knows])
-        kinds = {
+        kinds: dict[str, list[object]] = {
             "without": ["prompt.option=compact"],
             "with": ["--raicl", index, "--raicl-k", k, "prompt.option=raicl", "prompt.base=compact"],
         }
