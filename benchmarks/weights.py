@@ -71,8 +71,7 @@ def critical(
     versions_made: int = 3,
 ) -> Result:
     """Seconds for which a version keeps the learner from its next update: written at once, and beside it."""
-    model, canaries = make_model(shape, device, torch.float32, 0), Canaries(CANARY, [])
-    on_host = HostCopy(DTYPES[dtype])
+    model, on_host = make_model(shape, device, torch.float32, 0), HostCopy(DTYPES[dtype])
     at_once, beside, written, parts = [], [], [], {"snapshot_s": 0.0, "canary_s": 0.0}
     with tempfile.TemporaryDirectory() as folder:
         for version in range(versions_made):
@@ -80,11 +79,7 @@ def critical(
             versions.publish(Path(folder), model, version, None, version, CANARY, rounded_to=dtype)
             at_once.append(time.time() - begun)
             publisher, begun = Publisher(Path(folder)), finished(device)
-            pending = versions.prepare(
-                Path(folder), model, version, None, version, canaries,
-                copied=_timed("snapshot_s", parts, on_host.of),
-                logprobs_of=_timed("canary_s", parts, lambda ids: sequence_logprobs(model, ids)),
-            )  # fmt: skip
+            pending = prepared(Path(folder), model, version, on_host, parts)
             publisher.begin(pending, lambda: None)
             beside.append(time.time() - begun)
             publisher.close()
@@ -182,11 +177,7 @@ def flight(
             take_step(model, version)
             row: dict[str, float] = {}
             stepped = finished(learner)
-            pending = versions.prepare(
-                root, model, version, None, version, Canaries(CANARY, []),
-                copied=_timed("snapshot_s", row, on_host.of),
-                logprobs_of=_timed("canary_s", row, lambda ids: sequence_logprobs(model, ids)),
-            )  # fmt: skip
+            pending = prepared(root, model, version, on_host, row)
             if way == "direct" and not write:
                 publishers[way].begin(msgspec.structs.replace(pending, fill=_nothing), lambda: None)
             else:
@@ -221,14 +212,22 @@ def _nothing(folder: Path) -> dict[str, str]:
     return {"": ""}
 
 
-def _timed(name: str, row: dict[str, float], function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def timed(given: Any) -> Any:
-        begun = time.time()
-        made = function(given)
-        row[name] = time.time() - begun
-        return made
+def prepared(folder: Path, model: torch.nn.Module, version: int, on_host: HostCopy, row: dict[str, float]) -> Any:
+    """A version that is ready to be published; `row` gets what its parts took."""
 
-    return timed
+    def timing(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def timed(given: Any) -> Any:
+            begun = time.time()
+            made = function(given)
+            row[name] = time.time() - begun
+            return made
+
+        return timed
+
+    return versions.prepare(
+        folder, model, version, None, version, Canaries(CANARY, []), copied=timing("snapshot_s", on_host.of),
+        logprobs_of=timing("canary_s", lambda ids: sequence_logprobs(model, ids)),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

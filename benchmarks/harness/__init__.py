@@ -29,26 +29,20 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
 
 from kbrl_async.runs.archive.archive import ArchiveReader, TurnRow, UpdateRow
 from protocols.ledger import LedgerOptions, StageOptions
-from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem
 from services.broker.options import BrokerOptions
 from services.runtime.addresses import addresses
-
-if typing.TYPE_CHECKING:  # torch would stand in the memory of a broker that is measured
-    from kbrl_async.kernels.funnel import Builder, Judge
-    from kbrl_async.kernels.settings import CompileFarm, TimingBench
 
 ROOT = Path(__file__).resolve().parents[2]
 CORES = sorted(os.sched_getaffinity(0))
@@ -350,43 +344,3 @@ def summary_of(run: Path) -> Result:
     path = run / "summary.json"
     found: Result = json.loads(path.read_text()) if path.exists() else {}
     return found
-
-
-# ── one candidate ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Halves(NamedTuple):
-    """Of a verification."""
-
-    builder: Builder
-    bench: Judge
-
-    def both(self, problem: Problem, candidate: Candidate) -> tuple[BuildReport, BenchReport | None]:
-        """Without timing; nothing of the bench where it was not built."""
-        build = self.builder.build(candidate, problem)
-        return build, self.bench.judge(problem, candidate, build, timing=False) if build.fault is Fault.OK else None
-
-
-@contextlib.contextmanager
-def verifying(
-    farm: CompileFarm | None = None,
-    settings: TimingBench | None = None,
-    *,
-    device: str = "cpu",
-    backend: str = "c",
-    **more: Any,
-) -> Iterator[Halves]:
-    """Both halves, with a store of their own. `more` are options of a bench that are no settings."""
-    from kbrl_async.kernels import settings as sections
-    from kbrl_async.kernels.backends.building import ArtifactStore
-    from kbrl_async.kernels.funnel import Builder, Judge
-    from kbrl_async.kernels.verify import bench_options
-
-    options = bench_options(settings or sections.TimingBench(), device, **more)
-    with tempfile.TemporaryDirectory() as folder:
-        store = ArtifactStore(Path(folder))
-        with (
-            Builder(store, farm or sections.CompileFarm(deadline_s=60.0)) as builder,
-            Judge(store, options, backend=backend) as judge,
-        ):
-            yield Halves(builder, judge)

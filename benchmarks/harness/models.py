@@ -55,6 +55,16 @@ def random_model(config: Any, device: str, dtype: torch.dtype, seed: int = 0) ->
     return model.eval()
 
 
+def word_tokenizer(entries: int, **more: str) -> Any:
+    """A real tokenizer of that many entries, all of them made up: words `t7`, and no end-of-text that is ever drawn."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    fast = Tokenizer(models.WordLevel({f"t{number}": number for number in range(entries)}, unk_token="t0"))
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="t1", **more)
+
+
 def random_group(vocabulary: int, prompt_tokens: int, length: int, sequences: int) -> list[TrainGroup]:
     """One prompt with so many answers, half of them good; log-probabilities are about what a random model gives."""
     generator = torch.Generator().manual_seed(1)

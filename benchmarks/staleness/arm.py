@@ -30,10 +30,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from benchmarks.harness import CORES, CORRECT_ONLY, ONE_THREAD, Halves, Result, rounded, verifying
+from benchmarks.harness import CORES, CORRECT_ONLY, ONE_THREAD, Result, rounded
 from benchmarks.harness.crew import Work
 from kbrl_async.errors import InfraError, NonFiniteLoss
-from kbrl_async.kernels.settings import CompileFarm
+from kbrl_async.kernels.funnel import Verifier, VerifyOptions
+from kbrl_async.kernels.settings import CompileFarm, TimingBench
+from kbrl_async.kernels.verify import bench_options
 from kbrl_async.learning.policies.models import DTYPES, load_model, load_tokenizer
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.rollouts.buffer.batching import train_groups
@@ -51,6 +53,7 @@ from protocols.records import (
     BenchReport,
     BuildReport,
     Candidate,
+    Fault,
     Generation,
     Problem,
     RolloutRequest,
@@ -139,8 +142,8 @@ def config_of(setting: StudySetting, words: Sequence[str], seed: int, policy: st
 class Verdicts:
     """Builds and verifies candidates, each source of a problem once: in a file that several processes share."""
 
-    def __init__(self, path: Path, halves: Halves | None = None) -> None:
-        self._halves, self.verified = halves, 0
+    def __init__(self, path: Path, verifier: Verifier | None = None) -> None:
+        self._verifier, self.verified = verifier, 0
         self._db = sqlite3.connect(path, timeout=60.0, isolation_level=None)
         for words in ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=OFF"):
             self._db.execute(words)
@@ -157,15 +160,20 @@ class Verdicts:
     def frames(self, problem: Problem, candidate: Candidate) -> list[BuildReport | BenchReport]:
         found = self.get(problem, candidate)
         if found is None:
-            assert self._halves is not None
             try:
-                build, bench = self._halves.both(problem, candidate)
+                found = self._both(problem, candidate)
             except InfraError:  # a crowded host; what it ended is made anew
-                build, bench = self._halves.both(problem, candidate)
-            found = [build] if bench is None else [build, bench]
+                found = self._both(problem, candidate)
             self.verified += 1
             self.put(problem, candidate, found)
         return found
+
+    def _both(self, problem: Problem, candidate: Candidate) -> list[BuildReport | BenchReport]:
+        assert self._verifier is not None
+        build = self._verifier.build(candidate, problem)
+        if build.fault is not Fault.OK:
+            return [build]
+        return [build, self._verifier.judge("cpu").judge(problem, candidate, build, timing=False)]
 
     def close(self) -> None:
         self._db.close()
@@ -189,10 +197,8 @@ def working(policy: str, cache: Path, first_core: int, number: int, jobs: int) -
     os.sched_setaffinity(0, {cores[number % len(cores)]})
     os.environ.update(ONE_THREAD)
     torch.set_num_threads(1)
-    with (
-        verifying(CompileFarm(deadline_s=20.0), references=64) as halves,
-        contextlib.closing(Verdicts(cache, halves)) as verdicts,
-    ):
+    options = VerifyOptions(farm=CompileFarm(deadline_s=20.0), bench=bench_options(TimingBench(), "cpu", references=64))
+    with Verifier("cpu", options) as verifier, contextlib.closing(Verdicts(cache, verifier)) as verdicts:
 
         def run(given: tuple[Arm, StudySetting, Sequence[str]]) -> Result:
             outcome = Study(*given, policy, verdicts).run()

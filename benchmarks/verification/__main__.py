@@ -8,17 +8,21 @@ from __future__ import annotations
 import queue
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Literal, Protocol
 
-from benchmarks.harness import CORES, Commands, Halves, Result, verifying
+from benchmarks.harness import CORES, Commands, Result
 from benchmarks.verification import corpus, extensions, lanes, mix, sizes, sources
 from benchmarks.verification.cuda_candidates import CPP, CUDA, NEED_FULL
+from kbrl_async.kernels.funnel import Verifier, VerifyOptions
+from kbrl_async.kernels.settings import CompileFarm, TimingBench
+from kbrl_async.kernels.verify import bench_options
 from kbrl_async.runs.archive.archive import ArchiveReader
 from kbrl_async.runs.value import JudgedKernel, ValueModel, judged_in, pairs_of
-from protocols.records import VERIFIER, BuildReport, Candidate, Fault, Problem, Strictness
+from protocols.records import VERIFIER, BenchReport, BuildReport, Candidate, Fault, Problem, Strictness
 from tests.candidates import affine, elementwise
 
 commands = Commands("verification", __doc__)
@@ -31,6 +35,10 @@ commands(sizes.sizes)
 commands(sources.sources)
 commands(extensions.build)
 commands.inner(extensions.execute)
+
+
+Build = Callable[..., BuildReport]
+Bench = Callable[..., BenchReport]
 
 
 # ── candidates a second ───────────────────────────────────────────────────────────────────────────────────────────
@@ -67,13 +75,18 @@ def throughput(
     device = "cuda:0" if backend == "cuda" else "cpu"
     corpus = {"cuda": CUDA, "cpp": CPP}.get(backend, [])
     right: list[Case] = [c for c in corpus if c.compiles and not c.raises and c.name not in NEED_FULL] or [InC()]
-    with verifying(device=device, backend=backend) as halves:
-        halves.builder.build(right[0].variant("warm-up"))
-        found = _alone(halves, right[0])
-        return found | _sustained(halves, right[:problems], candidates, builders, timing)
+    with Verifier(device, as_in_a_run(device)) as verifier:
+        build, judge = verifier.builder.build, verifier.judge(device, backend).judge
+        build(right[0].variant("warm-up"))
+        return _alone(build, judge, right[0]) | _sustained(build, judge, right[:problems], candidates, builders, timing)
 
 
-def _alone(halves: Halves, case: Case) -> Result:
+def as_in_a_run(device: str) -> VerifyOptions:
+    """As farm and bench have it; a person's verification has other rules and more room."""
+    return VerifyOptions(farm=CompileFarm(deadline_s=60.0), bench=bench_options(TimingBench(), device))
+
+
+def _alone(build: Build, judge: Bench, case: Case) -> Result:
     """The first also makes the problem's reference; the others find it."""
     spans: dict[str, list[float]] = {"build_s": [], "cached_build_s": [], "verify_s": [], "verify_and_time_s": []}
     whole = []
@@ -81,10 +94,10 @@ def _alone(halves: Halves, case: Case) -> Result:
         candidate = case.variant(f"alone {number}")
         marks = [time.perf_counter()]
         for _ in range(2):
-            built = halves.builder.build(candidate, case.problem)
+            built = build(candidate, case.problem)
             marks.append(time.perf_counter())
         for timing in (False, True):
-            report = halves.bench.judge(case.problem, candidate, built, timing=timing)
+            report = judge(case.problem, candidate, built, timing=timing)
             assert report.verdict.fault is Fault.OK, report.verdict
             marks.append(time.perf_counter())
         for span, begin, end in zip(spans.values(), marks, marks[1:], strict=False):
@@ -95,25 +108,25 @@ def _alone(halves: Halves, case: Case) -> Result:
     return {"alone_first_s": first, "alone_s": median(whole[1:]), **medians, "isolation": report.verdict.isolation}
 
 
-def _sustained(halves: Halves, cases: list[Case], count: int, builders: int, timing: bool) -> Result:
+def _sustained(build: Build, judge: Bench, cases: list[Case], count: int, builders: int, timing: bool) -> Result:
     each = -(-count // len(cases))
     work = [(case, case.variant(f"{place} {number}")) for place, case in enumerate(cases) for number in range(each)]
     ready: queue.Queue[tuple[Case, Candidate, BuildReport]] = queue.Queue(64)
 
-    def build(case: Case, candidate: Candidate) -> None:
-        ready.put((case, candidate, halves.builder.build(candidate, case.problem)))
+    def make(case: Case, candidate: Candidate) -> None:
+        ready.put((case, candidate, build(candidate, case.problem)))
 
     begin, verdicts, spent = time.perf_counter(), Counter[str](), 0.0
     with ThreadPoolExecutor(builders) as pool:
         for case, candidate in work[:count]:
-            pool.submit(build, case, candidate)
+            pool.submit(make, case, candidate)
         for _ in work[:count]:
             case, candidate, built = ready.get()
             began = time.perf_counter()
             if built.fault is not Fault.OK:
                 verdicts[f"{built.fault}: {built.message[:80]}"] += 1
                 continue
-            verdicts[halves.bench.judge(case.problem, candidate, built, timing=timing).verdict.fault] += 1
+            verdicts[judge(case.problem, candidate, built, timing=timing).verdict.fault] += 1
             spent += time.perf_counter() - began
     return {
         "candidates": count, "problems": len(cases), "builders": builders, "timing": timing,
@@ -139,15 +152,16 @@ def strictness(
     kinds = {"full": None, "early": Strictness(sets, tolerance)}
     spent: dict[str, dict[str, list[float]]] = {kind: {"wrong": [], "right": []} for kind in kinds}
     near = changed = 0
-    with verifying() as halves:
+    with Verifier("cpu", as_in_a_run("cpu")) as verifier:
+        judge = verifier.judge("cpu").judge
         for number, record in enumerate(records):
             assert record.candidate is not None
-            problem, built = record.request.problem, halves.builder.build(record.candidate, record.request.problem)
-            halves.bench.judge(problem, record.candidate, built, timing=False)  # its reference is made
+            problem, built = record.request.problem, verifier.build(record.candidate, record.request.problem)
+            judge(problem, record.candidate, built, timing=False)  # its reference is made
             verdicts = {}
             for kind in kinds if number % 2 else reversed(kinds):
                 began = time.perf_counter()
-                report = halves.bench.judge(problem, record.candidate, built, timing=False, strictness=kinds[kind])
+                report = judge(problem, record.candidate, built, timing=False, strictness=kinds[kind])
                 verdicts[kind] = report.verdict
                 is_right = report.verdict.fault is Fault.OK
                 spent[kind]["right" if is_right else "wrong"].append(time.perf_counter() - began)
