@@ -222,7 +222,6 @@ def turns(
     updates: Annotated[int, "of each run, 64 rollouts each"] = 14,
     jobs: Annotated[int, "arms beside each other; two cores or more for each"] = 1,
     heldout: Annotated[bool, "evaluate held-out problems alone"] = False,
-    shown: Annotated[bool, "evaluate once more, with retrieved examples in each first prompt"] = False,
     plot: Annotated[Path | None, "write a chart there"] = None,
 ) -> Result:
     """Does training on refinement turns pay? One policy, trained on single turns and on as many rollouts of up to four.
@@ -235,7 +234,7 @@ def turns(
     index = suite_index(study.folder / "index")
     policy = policy or str(study.make_policy(settings=["mode=multi_turn", *EXAMPLES, f"prompt.index={index}"]))
 
-    def arm(wanted: tuple[str, int]) -> list[Answers]:
+    def arm(wanted: tuple[str, int]) -> Answers:
         name, seed = f"{wanted[0]}-{wanted[1]}", wanted[1]
         run: Path | str = policy
         if wanted[0] != START:
@@ -244,28 +243,22 @@ def turns(
             run = study.train(name, ROOT / "configs" / "default.yaml", *settings)
         words = ["--turns", TURNS, "--samples", samples, "turns.stop=correct", f"seed={1000 + seed}"]
         words += ["--heldout"] if heldout else []
-        answers = [study.evaluate(name, run, *words, *REWARD, "prompt.index=null")]
-        if shown:
-            with_examples = ("--raicl", index, EXAMPLES[1], *CORRECT_ONLY)
-            answers.append(study.evaluate(f"{name}-shown", run, *words, *with_examples))
-        say(name, *(_by_turn([one], list(one)) for one in answers))
+        answers = study.evaluate(name, run, *words, *REWARD, "prompt.index=null")
+        say(name, _by_turn([answers], list(answers)))
         return answers
 
     done = study.arms([(name, seed) for seed in seeds for name in arms], arm)
+    found = {name: [done[name, seed] for seed in seeds] for name in arms}
+    asked = {split: of for split, of in splits().items() if split != "train" or not heldout}
     report: Result = {"seeds": seeds, "samples": samples, "updates": updates}
-    for number, kind in enumerate(("plain", "shown") if shown else ("plain",)):
-        found = {name: [done[name, seed][number] for seed in seeds] for name in arms}
-        report[kind] = {
-            split: _compared(found, of) for split, of in splits().items() if split != "train" or not heldout
-        }
+    report |= {split: _compared(found, of) for split, of in asked.items()}
     for name in arms:
         if name != START:
             report[f"{name}_answers"] = [len(rows_of(study.folder / f"{name}-{seed}")) for seed in seeds]
         report[f"{name}_compile_fix_rate"] = _fix_rate([study.evaluation(f"{name}-{seed}") for seed in seeds])
     if plot:
         plot.parent.mkdir(parents=True, exist_ok=True)
-        drawn = {name: [done[name, seed][0] for seed in seeds] for name in arms}
-        plot.write_text(_drawn(drawn, splits()["heldout" if heldout else "train"]), encoding="utf-8")
+        plot.write_text(_drawn(found, next(iter(asked.values()))), encoding="utf-8")
     return report
 
 

@@ -24,7 +24,7 @@ import random
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -38,7 +38,7 @@ from kbrl_async.kernels.settings import CompileFarm, TimingBench
 from kbrl_async.kernels.verify import bench_options
 from kbrl_async.learning.policies.models import DTYPES, load_model, load_tokenizer
 from kbrl_async.learning.trainer import Trainer
-from kbrl_async.rollouts.buffer.batching import train_groups
+from kbrl_async.rollouts.buffer.batching import BatchRules, train_groups
 from kbrl_async.rollouts.buffer.buffer import rollout_ids
 from kbrl_async.rollouts.buffer.group import Group
 from kbrl_async.rollouts.prompts import render_prompt
@@ -58,6 +58,8 @@ from protocols.records import (
     Problem,
     RolloutRequest,
     SamplingParams,
+    TrainGroup,
+    TrainSample,
     Verdict,
 )
 from protocols.rollout import Frame, Record
@@ -207,6 +209,18 @@ def working(policy: str, cache: Path, first_core: int, number: int, jobs: int) -
         yield run
 
 
+def with_advantages(
+    problems: Mapping[str, Problem], samples: Mapping[str, Sequence[TrainSample]], version: int, rules: BatchRules
+) -> list[TrainGroup]:
+    """The same problems in every arm: a group whose rewards are all alike stays, with advantages of 0."""
+    groups = [
+        Group(name, problem.problem_id, problem.level, len(samples[name]), version,
+              {one.rollout_id: [one] for one in samples[name]})
+        for name, problem in problems.items()
+    ]  # fmt: skip
+    return train_groups(groups, rules)
+
+
 class MemorySampler:
     """Writes with the weights of any version that is still in memory, in a number format of its own."""
 
@@ -275,12 +289,8 @@ class Study:
         version = source_version(update, self.arm.staleness)
         problems = {f"g{update}-{number}": problem for number, problem in enumerate(self._problems(update))}
         scored = self._rollouts(version, update, list(problems.items()), self._config.group_size)
-        groups = [
-            Group(name, problem.problem_id, problem.level, self._config.group_size, version,
-                  {one.sample.rollout_id: [one.sample] for one in scored[name]})
-            for name, problem in problems.items()
-        ]  # fmt: skip
-        given = train_groups(groups, self._plan.buffer)  # one whose rewards are all alike stays, with advantages of 0
+        samples = {name: [one.sample for one in turns] for name, turns in scored.items()}
+        given = with_advantages(problems, samples, version, self._plan.buffer)
         started = time.process_time()
         metrics = self._trainer.step(given, self._config.temperature, version=update)
         self.seconds["train"] += time.process_time() - started

@@ -10,7 +10,15 @@ import pytest
 
 from benchmarks.harness import with_figures
 from benchmarks.staleness.__main__ import CORRECTIONS, DEFAULT, NONE, SETTINGS, STALENESS, planned, read
-from benchmarks.staleness.arm import Arm, ArmResult, Verdicts, config_of, evaluated_versions, source_version
+from benchmarks.staleness.arm import (
+    Arm,
+    ArmResult,
+    Verdicts,
+    config_of,
+    evaluated_versions,
+    source_version,
+    with_advantages,
+)
 from benchmarks.staleness.report import (
     MARKS,
     SettingFigures,
@@ -26,7 +34,9 @@ from benchmarks.staleness.report import (
 from kbrl_async.learning.settings import CORRECTIONS as CORRECTION_DOOR
 from kbrl_async.learning.settings import LOSSES
 from kbrl_async.runs.config import Config
+from kbrl_async.runs.planning import plan_of
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem, Verdict
+from tests.records import sample
 
 PROBLEM = Problem("L1/01_relu", 1, "relu", "class Model: ...")
 
@@ -49,6 +59,17 @@ class TestTheForcedAge:
     def test_the_last_versions_are_evaluated_but_never_the_one_it_began_with(self) -> None:
         assert evaluated_versions(20, 3) == [18, 19, 20]
         assert evaluated_versions(2, 3) == [1, 2]
+
+
+def test_every_group_of_an_update_is_trained_on_and_one_without_differences_has_advantages_of_0() -> None:
+    rules = plan_of(Config()).buffer
+    samples = {
+        name: [sample(f"{name}.r{n}", reward) for n, reward in enumerate(rewards)]
+        for name, rewards in {"differs": (1.0, 0.0), "alike": (1.0, 1.0)}.items()
+    }
+    differs, alike = with_advantages(dict.fromkeys(samples, PROBLEM), samples, 3, rules)
+    assert [one.advantage > 0 for one in differs.samples] == [True, False]
+    assert [one.advantage for one in alike.samples] == [0.0, 0.0]
 
 
 class TestThePlan:
