@@ -36,6 +36,7 @@ from kbrl_async.weights.direct import Sender
 from protocols.records import SamplingParams
 from services.learner.publishing import Publisher
 from services.sampler.line import LearnerLine
+from tests.models import NumberTokenizer
 
 commands = Commands("weights", __doc__)
 CANARY = [5, 9, 14, 3, 27, 33, 8, 21, 40, 2, 17, 11]
@@ -96,18 +97,6 @@ def critical(
     }
 
 
-class Numbers:
-    """A tokenizer of numbers."""
-
-    eos_token_id = 1
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return " ".join(map(str, token_ids))
-
-
 def service_of(folder: Path, name: str) -> Any:
     """What a line to the learner needs of a process of a run."""
     log = SimpleNamespace(warning=lambda *a, **k: say(name, *a, k), debug=lambda *a, **k: None)
@@ -122,7 +111,7 @@ def sample(folder: Path, ways: Sequence[str], name: str, shape: str, device: str
     async def main() -> None:
         # bf16 on a GPU, as vLLM holds it; the CPU's engine computes in fp32, as it does in a run.
         dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-        engine = TransformersEngine(make_model(shape, device, dtype, 1), Numbers(), Sampler(slots=4))
+        engine = TransformersEngine(make_model(shape, device, dtype, 1), NumberTokenizer(), Sampler(slots=4))
         line: Any = LearnerLine(service_of(folder, name), engine)
         await line.load_newer(1 << 60)  # joins
         told.send(("ready", 0.0, 0.0, 0.0))
