@@ -123,7 +123,7 @@ def verdicts(
     """
     asked = Asked(lanes, shapes, alone_share, gpus, timing, references, profile, seconds, rows, timers, backend)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(built or scratch)
+        folder = Path(built or scratch).absolute()  # compilers run elsewhere
         made = _kept(folder, _WARM + groups, levels, shapes, backend)
         phases = _through_lanes(folder, made, asked)
     found = {str(phase): summary(each) for phase, each in zip(asked.phases, phases, strict=False) if each}
