@@ -30,6 +30,8 @@ from kbrl_async.kernels.verify import Bench, zygote_for
 from protocols.records import BenchReport, Candidate, Problem
 
 _LOOK_S = 0.02
+_DEADLINE_S = 30.0
+"""Of one candidate: level 4 imports transformers in each process."""
 _SAME = "\n\nclass ModelNew(Model):\n    pass\n"
 
 
@@ -73,7 +75,9 @@ def sizes(
 @contextlib.contextmanager
 def verifying(device: str, memory_share: float, timing: bool, place: Path, _number: int, _jobs: int) -> Iterator[Work]:
     """What a worker does with a problem's file; `place` stands for the device."""
-    options = msgspec.structs.replace(default_bench(()), device=device, memory_share=memory_share)
+    options = msgspec.structs.replace(
+        default_bench(()), device=device, memory_share=memory_share, deadline_s=_DEADLINE_S
+    )
     with contextlib.closing(DeviceTurns(place)) as turns, zygote_for(device, LIBRARY.name) as zygote:
         bench = Bench(zygote, options, random.Random(0), quiet=turns.alone)
         with contextlib.closing(bench):

@@ -31,7 +31,7 @@ REMAINING: dict[str, tuple[int, str]] = {
     "tests/unit/kernels/verify/test_cuda_parts.py": (11, FORWARDS),
     "tests/unit/kernels/verify/test_large.py": (2, "a secret draw: what is in memory when one is made"),
     "tests/unit/kernels/verify/test_memory.py": (2, FORWARDS),
-    "tests/unit/kernels/verify/test_no_memory.py": (1, RECORDERS),
+    "tests/unit/kernels/verify/test_no_memory.py": (4, RECORDERS),
     "tests/unit/kernels/verify/test_one_set.py": (35, FORWARDS),
     "tests/unit/kernels/verify/test_replay_parts.py": (5, FORWARDS),
     "tests/unit/kernels/verify/test_reservations.py": (4, FORWARDS),

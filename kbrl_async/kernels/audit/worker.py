@@ -36,7 +36,10 @@ from kbrl_async.kernels.verify.references import References
 from protocols.records import Problem
 
 _GIB = 1 << 30
-
+_CASTS_S, _CASTS_SHARE = 5.0, 4.0
+"""What casts may take on a CPU, in all or in times of what came before: some processors have no instructions for half
+precision and take a hundred times as long, for what no verdict is held against.
+"""
 
 Tell = Callable[[ProblemAudit, bool], None]
 
@@ -45,7 +48,7 @@ class AuditWorker:
     def __init__(self, zygote: Zygote, options: AuditOptions, device: Device) -> None:
         self.zygote, self.options, self._device = zygote, options, device
         self._lasting: References | None = None
-        self._ends = 0.0
+        self._ends, self._allowed_s = 0.0, options.time_limit_s
         self.memory = int(options.memory_limit_gib * _GIB)
         self.limits = sandbox.Limits(
             cpu_s=int(options.time_limit_s) + 1, memory_bytes=self.memory, file_bytes=self.memory
@@ -53,7 +56,7 @@ class AuditWorker:
 
     def audit(self, problem: Problem, tell: Tell) -> None:
         began = time.perf_counter()
-        self._ends = began + self.options.time_limit_s
+        self._ends, self._allowed_s = began + self.options.time_limit_s, self.options.time_limit_s
         audit = ProblemAudit(problem.problem_id, problem_hash(problem), NOT_AUDITED, reason="it did not start")
 
         def elapsed() -> float:
@@ -67,6 +70,8 @@ class AuditWorker:
             tell(concluded(msgspec.structs.replace(audit, reason="our own tolerances were not tried")), False)
             audit = self._ours(problem, audit, found.bytes)
             tell(concluded(msgspec.structs.replace(audit, reason="casts were not tried")), False)
+            if self.options.device == "cpu":
+                self._allow(max(_CASTS_S, _CASTS_SHARE * elapsed()))
             casts, _ = self._probe(problem, "casts", lambda _probe, _isolation: None)
             cut = f"casts: {casts.error}" if casts.error else ""
             audit = msgspec.structs.replace(audit, findings=audit.findings + casts.findings, reason=cut)
@@ -96,7 +101,7 @@ class AuditWorker:
             text = f"its process ended with status {child.result(0.0)} in the step after {found.step!r}"
             return msgspec.structs.replace(found, error=text, out_of_memory=True), isolation
         except TimeoutError:
-            text = f"it took longer than {self.options.time_limit_s:g} s in the step after {found.step!r}"
+            text = f"it took longer than {self._allowed_s:.3g} s in the step after {found.step!r}"
             return msgspec.structs.replace(found, error=text, out_of_memory=True), isolation
         finally:
             child.close()
@@ -107,6 +112,11 @@ class AuditWorker:
         with contextlib.suppress(ConnectionError):
             return child.channel.recv(1 << 20)
         return b""
+
+    def _allow(self, seconds: float) -> None:
+        """From now on, where so much is left of this problem's time."""
+        if seconds < self._left():
+            self._ends, self._allowed_s = time.perf_counter() + seconds, seconds
 
     def _left(self) -> float:
         """Seconds of this problem's time."""

@@ -31,11 +31,10 @@ def settled(
     if not is_in_doubt and not (checker.is_shared and is_sampled):
         return verdict, timed
     if alone_share < 1 or not is_in_doubt:
-        is_alone = is_in_doubt and is_sampled
         with span("repeated"):
-            if is_repeated(is_right, is_alone):
+            if is_repeated(is_right, is_sampled):
                 return verdict, timed
-        if is_in_doubt and not is_alone:
+        if is_in_doubt and not is_sampled:
             with span("judged by a second"), device.elsewhere():
                 _, again, timed_again = judged(False)
             if again.fault is verdict.fault:

@@ -102,6 +102,10 @@ class Forward(msgspec.Struct, frozen=True):
     outputs: list[wire.TensorMeta]
 
 
+NO_ROOM = "its forward takes more memory than it is recorded in"
+"""How a `Recording.refused` begins where more memory may help."""
+
+
 class Recording(msgspec.Struct, frozen=True):
     forwards: list[Forward] = []
     """By slot."""

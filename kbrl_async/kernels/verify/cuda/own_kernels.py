@@ -34,13 +34,15 @@ class CapturedKernels:
         return self._of_all(captured, candidate) or self.of_backward()
 
     def of_backward(self) -> proof.Finding | None:
-        """Where gradients are asked for, of a replay: are they right without the own kernels of the backward? Those are
-        all that are launched once upstream gradients have been read.
+        """Where gradients are asked for: are they right without the own kernels of the backward? Those are all that are
+        launched once upstream gradients have been read, which only a replay shows.
         """
         sides, reference = self._sides, self._checker.reference
         session = sides.candidate
-        if not (reference.declared.backward and isinstance(session, ReplaySession)) or sides.nominal.degenerate:
+        if not reference.declared.backward or sides.nominal.degenerate:
             return None
+        if not isinstance(session, ReplaySession):
+            return proof.unseen_backward(self._checker.trust_reason)
         slot = session.secret_slots(sides.batch, 1)[0]
         behind = session.own_behind(tensors_of(reference.tree, len(reference.tree[1]) - 1), slot)
         if behind is None:

@@ -48,7 +48,11 @@ int64_t counted(torch::Tensor a, const torch::Tensor& b) {
   std::vector<torch::Tensor> many(3, b);
   return static_cast<int64_t>(many.size()) + a.dim() + (d.defined() ? 1 : 0);
 }
+torch::Tensor first(py::tuple saved, int64_t by) { return saved[0].cast<torch::Tensor>() * (by * saved.size()); }
+int64_t second(const py::tuple& saved) { return saved[1].cast<int64_t>(); }
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("first", &first);
+  m.def("second", &second);
   m.def("tell", &tell);
   m.def("doubled", &doubled);
   m.def("moved", &moved);
@@ -173,6 +177,23 @@ def test_every_handle_is_given_back(lean: Any) -> None:
         with pytest.raises(TypeError):
             lean.counted(x)
     assert [(one._use_count(), sys.getrefcount(one)) for one in (x, y)] == before  # type: ignore[attr-defined]
+
+
+def test_a_tuple_is_read(lean: Any) -> None:
+    x = torch.ones(2)
+    given = (x, 7)
+    before = x._use_count(), sys.getrefcount(x), sys.getrefcount(given)  # type: ignore[attr-defined]
+    assert lean.first(given, 3).tolist() == [6, 6]
+    assert lean.second(given) == 7
+    for wrong, error, words in (
+        (([x, 7],), TypeError, "(arg0: tuple)"),
+        (((x,),), IndexError, "tuple index out of range"),
+        (((7, x),), RuntimeError, "Unable to cast Python instance"),
+    ):
+        with pytest.raises(error, match=re.escape(words)):
+            lean.second(*wrong)
+    del wrong
+    assert (x._use_count(), sys.getrefcount(x), sys.getrefcount(given)) == before  # type: ignore[attr-defined]
 
 
 def test_who_prints_by_streams_has_them(builder: Builder) -> None:

@@ -195,6 +195,18 @@ def test_a_backward_without_own_kernels_proves_nothing_and_accuses_nobody() -> N
     assert proven_backward(None, True) == (None, []), "what nobody is seen to read may go by a table of pointers"
 
 
+def test_gradients_of_who_is_only_watched_are_not_proven() -> None:
+    """A decoy for gradients was accepted on a GPU where its kernel had not been compiled ahead."""
+    sides, checker = Mock(nominal=Mock(degenerate=False)), Mock(trust_reason="own was compiled when it was called")
+    checker.reference.declared.backward = "inputs"
+    found = CapturedKernels(checker, sides).of_backward()
+    assert found is not None
+    assert (found.rule, found.fault) == ("no_own_kernel", Fault.UNPROVEN)
+    assert "compiled when it was called" in found.text
+    checker.reference.declared.backward = ""
+    assert CapturedKernels(checker, sides).of_backward() is None
+
+
 def test_what_an_earlier_call_left_is_no_answer_where_all_calls_have_the_same() -> None:
     stale, operator = Trace(answered=BEFORE), Trace(answered="aten::mm")
     assert [getattr(without_chance(one), "answered", None) for one in (stale, operator, None)] == [

@@ -55,6 +55,17 @@ def test_the_same_work_written_down_again_is_not_done_again(drawn: float, asks_a
     assert device.asked == [asks_alone]
 
 
+@pytest.mark.parametrize("share", [0.125, 1.0])
+def test_a_right_one_that_is_drawn_is_compared_with_a_fresh_process(share: float) -> None:
+    """Who spoils both that serve others could make what comes after slower, with both writing down the same."""
+    device = Device(says=False)
+    assert settled(device, {"first": RIGHT, "fresh": RIGHT}, share, 0.1) == (RIGHT, ["first", "fresh"])
+    assert device.asked == [True]
+    device = Device(says=True)
+    assert settled(device, {"first": RIGHT}, 0.125, 0.9) == (RIGHT, ["first"])
+    assert device.asked == []
+
+
 def test_what_a_second_process_finds_too_holds() -> None:
     device = Device(says=False)
     assert settled(device, {"first": WRONG, "second": WRONG}, 0.125, 0.9) == (WRONG, ["first", "second"])

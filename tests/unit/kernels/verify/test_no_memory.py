@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock, patch
@@ -16,10 +18,11 @@ from kbrl_async.kernels.verify.bench import Bench
 from kbrl_async.kernels.verify.cuda.device import CudaDevice
 from kbrl_async.kernels.verify.cuda.replay import candidates
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
-from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory
+from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory, Unreplayable
 from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.options import bench_options, no_tick
+from kbrl_async.kernels.verify.recording import NO_ROOM, Recording
 from kbrl_async.kernels.verify.session import CandidateFault
 from protocols.records import Candidate, Fault, Problem, Verdict
 
@@ -95,8 +98,13 @@ def replays(monkeypatch: pytest.MonkeyPatch, may_grow: bool) -> tuple[Replays, l
     sizes: list[int] = []
 
     def recorders(spares: object, device: str, size: int, most: int) -> Any:
+        def grow(size: int) -> None:
+            sizes.append(size)
+            made.arena.size = size
+
+        made = SimpleNamespace(arena=SimpleNamespace(size=size), grow=grow)
         sizes.append(size)
-        return SimpleNamespace(arena=SimpleNamespace(size=size), grow=sizes.append)
+        return made
 
     monkeypatch.setattr(candidates, "Recorders", recorders)
     properties = SimpleNamespace(total_memory=8 << 30)
@@ -119,6 +127,45 @@ def test_more_than_is_needed_is_not_taken_beyond_a_verifiers_share(monkeypatch: 
     found, sizes = replays(monkeypatch, True)
     found._recorders_for(256 << 20, 1 << 30, 8 << 30)
     assert sizes == [1 << 30]
+
+
+@pytest.mark.parametrize(("may_grow", "gib"), [(True, [1, 2]), (False, [1])])
+def test_nor_does_what_is_there_already_become_larger(
+    monkeypatch: pytest.MonkeyPatch, may_grow: bool, gib: list[int]
+) -> None:
+    found, sizes = replays(monkeypatch, may_grow)
+    found._recorders_for(256 << 20, 0)
+    found._recorders_for(256 << 20, 1 << 30)
+    assert sizes == [size << 30 for size in gib]
+
+
+@pytest.mark.parametrize(
+    ("refusals", "may_grow", "records"),
+    [
+        ([f"{NO_ROOM} (a block of 3.00 GiB): RuntimeError: an invalid storage", "it prints"], True, [1, 2]),
+        ([f"{NO_ROOM}: OutOfMemoryError"], False, [1]),
+        (["it prints"], True, [1]),
+        ([NO_ROOM, f"{NO_ROOM} once more"], True, [1, 2]),
+    ],
+)
+def test_a_forward_that_had_no_room_is_recorded_once_more_with_all_that_there_may_be(
+    monkeypatch: pytest.MonkeyPatch, refusals: list[str], may_grow: bool, records: list[int]
+) -> None:
+    found, _ = replays(monkeypatch, may_grow)
+    monkeypatch.setattr(candidates, "place_inputs", lambda *_: ([], 0))
+    monkeypatch.setattr(candidates, "images", lambda _: [])
+    monkeypatch.setattr(candidates.validation, "read", lambda content, _: Recording(refused=content))
+    seen: list[int] = []
+
+    def record(recorders: Any, *_: object) -> str:
+        seen.append(recorders.arena.size >> 30)
+        return refusals[len(seen) - 1]
+
+    reference = Mock(slot_bytes=1 << 20, weights_bytes=0, inside_bytes=0, needed=0, record=record)
+    reference.capture_refused.return_value, reference.plan.slots = "", 1
+    with pytest.raises(Unreplayable, match=re.escape(refusals[-1])):
+        found.open(reference, Mock(artifacts={}), 1.0, random.Random(0), is_alone=False)
+    assert seen == records
 
 
 def test_a_candidate_is_not_watched_for_want_of_memory_before_it_was_waited_for() -> None:

@@ -30,6 +30,8 @@ def install(heap: Heap, is_idle: Callable[[], bool]) -> None:
         if not address and size > 0 and is_idle():
             heap.settle()
             address = heap.take(size, stream or 0)
+        if not address:
+            heap.lacked = max(heap.lacked, size)
         return address
 
     def give(address: int | None, size: int, device: int, stream: int | None) -> None:

@@ -158,7 +158,7 @@ class Recorder:
         except NotRecordable as refusal:
             return recording.Recording(refused=str(refusal)[:_MAX_REASON])
         except BaseException as error:
-            return recording.Recording(refused=reason_of(error))
+            return recording.Recording(refused=f"{room_lacked(self._heap)}{reason_of(error)}"[:_MAX_REASON])
 
     def _of(self, order: wire.RecordForward, fds: list[int]) -> recording.Recording:
         assert self._arena is not None, "the arena comes first"
@@ -308,6 +308,13 @@ class _Candidate(CudaRunner):
 def _refuse_scratch(size: int, alignment: int, stream: int | None) -> Any:
     """Until a candidate says where Triton's kernels find memory for their descriptors."""
     raise RuntimeError("this kernel needs memory while it runs: call triton.set_allocator")
+
+
+def room_lacked(heap: Heap) -> str:
+    """That there was no room for a block, before what came of it: torch, cuDNN and kernels go on with a null pointer,
+    and fail in many ways. Empty where there was.
+    """
+    return f"{recording.NO_ROOM} (a block of {heap.lacked / 2**30:.2f} GiB): " if heap.lacked else ""
 
 
 def reason_of(error: BaseException) -> str:

@@ -50,6 +50,8 @@ class Heap:
         """End of the highest block since `begin`."""
         self.log: list[tuple[int, int]] | None = None
         """(address, bytes asked for) of each block taken, while somebody wants to know."""
+        self.lacked = 0
+        """Bytes of the largest block that there was no room for since `begin`, as its user says."""
 
     def begin(self, start: int, end: int) -> None:
         """All is free but what is still alive, which somebody else has left behind.
@@ -59,7 +61,7 @@ class Heap:
         self._left = frozenset(self._live)
         if any(address < start or stop > end for address, (stop, _) in self._live.items()):
             raise ValueError("memory that an earlier candidate holds lies where the next one's inputs go")
-        self._stretch, self.used, self.log = (start, end), start, None
+        self._stretch, self.used, self.log, self.lacked = (start, end), start, None, 0
         self._pool, self._owners, self._pooled = None, {}, []
         self.settle()
 

@@ -28,7 +28,7 @@ from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
 from kbrl_async.kernels.verify.cuda.replay.stretches import place_inputs
 from kbrl_async.kernels.verify.cuda.starting import NoRoom, NotStarted
-from kbrl_async.kernels.verify.recording import Recording, decode
+from kbrl_async.kernels.verify.recording import NO_ROOM, Recording, decode
 from kbrl_async.kernels.verify.replies import Malformed
 from kbrl_async.kernels.verify.session import CandidateFault, Submission
 
@@ -134,26 +134,32 @@ class Replays:
         slots = reference.plan.slots
         placed, start = place_inputs(reference.examples, slots, rng)
         once = reference.slot_bytes * slots
-        recorders = self._recorders_for(
-            start + reference.weights_bytes + reference.inside_bytes + _LEAST_TIMES * once,
-            (_TIMES - _LEAST_TIMES) * once,
-            reference.needed,
-        )
+        least = start + reference.weights_bytes + reference.inside_bytes + _LEAST_TIMES * once
+        digests = frozenset(image.digest for image in built)
+
+        def recorded(recorders: Recorders) -> _Written:
+            if is_alone:
+                recorders.forget()
+            try:
+                with span("recorded"):
+                    content = reference.record(recorders, code, placed, start, deadline_s, self._was_brief)
+            except (CudaError, NoRoom) as error:
+                self.give_back()
+                raise ShortOfMemory(f"there is no memory to record it in ({error})") from error
+            bounds = validation.Bounds(recorders.arena.size, digests, slots)
+            try:
+                recording = validation.read(content, bounds)
+            except Malformed as error:
+                raise Unreplayable(f"its recording says what can't be ({error})") from error
+            return _Written(content, placed, start, recording, is_brief=self._was_brief)
+
+        recorders = self._recorders_for(least, (_TIMES - _LEAST_TIMES) * once, reference.needed)
         if is_alone:
-            recorders.forget()
             self._host.renew()
-        try:
-            with span("recorded"):
-                content = reference.record(recorders, code, placed, start, deadline_s, self._was_brief)
-        except (CudaError, NoRoom) as error:
-            self.give_back()
-            raise ShortOfMemory(f"there is no memory to record it in ({error})") from error
-        bounds = validation.Bounds(recorders.arena.size, frozenset(image.digest for image in built), slots)
-        try:
-            recording = validation.read(content, bounds)
-        except Malformed as error:
-            raise Unreplayable(f"its recording says what can't be ({error})") from error
-        self._last = _Written(content, placed, start, recording, is_brief=self._was_brief)
+        self._last = recorded(recorders)
+        if self._last.recording.refused.startswith(NO_ROOM) and self._is_larger(recorders, least):
+            self._last = recorded(recorders)
+        recording = self._last.recording
         if recording.refused:
             raise Unreplayable(recording.refused)
         try:
@@ -253,25 +259,42 @@ class Replays:
         except InfraError as error:
             raise Unreplayable("the process that replays it ended") from error
 
-    def _recorders_for(self, size: int, more: int, needed: int) -> Recorders:
+    def _is_larger(self, recorders: Recorders, least: int) -> bool:
+        """Whether these got as much memory as any may have, which they had not before."""
+        before = recorders.arena.size
+        try:
+            return self._recorders_for(least, self._most) is recorders and recorders.arena.size > before
+        except ShortOfMemory:
+            return False
+
+    @property
+    def _share(self) -> int:
+        """Bytes of the GPU that this verifier may plan with."""
+        return int(self._memory_share * torch.cuda.get_device_properties(torch.device(self._device)).total_memory)
+
+    @property
+    def _most(self) -> int:
+        """Bytes of an arena, at most."""
+        return int(_MOST_SHARE * self._share) // _LEAST_BYTES * _LEAST_BYTES
+
+    def _recorders_for(self, size: int, more: int, needed: int = 0) -> Recorders:
         """`more`: bytes that are good to have, where what was predicted (`needed`) leaves them of a verifier's share.
 
         :raises Unreplayable: so much memory is not to be had.
         """
-        total = self._memory_share * torch.cuda.get_device_properties(torch.device(self._device)).total_memory
-        more = max(0, min(more, int(total) - needed))
+        more = max(0, min(more, self._share - needed))
         least, wanted = (values.padded(one + _BESIDE, _LEAST_BYTES) for one in (size, size + more))
-        if least > _MOST_SHARE * total and least > _LEAST_BYTES:
+        if least > max(self._most, _LEAST_BYTES):
             raise Unreplayable("its inputs take too much memory to be held twice more")
-        wanted = max(least, min(wanted, int(_MOST_SHARE * total) // _LEAST_BYTES * _LEAST_BYTES))
-        known = self._recorders
-        if known is not None and self._generation == self._zygote.generation and wanted <= known.arena.size:
-            return known
+        wanted = max(least, min(wanted, self._most))
+        known = self._recorders if self._generation == self._zygote.generation else None
         has = 0 if known is None else known.arena.size
-        if wanted > least > has and not self._may_grow(wanted - has):
+        if wanted > max(has, least) and not self._may_grow(wanted - has):
             wanted = least
+        if known is not None and wanted <= has:
+            return known
         try:
-            if known is None or self._generation != self._zygote.generation:
+            if known is None:
                 self.give_back()
                 known = Recorders(self._spares, self._device, wanted, self._most_served)
             else:

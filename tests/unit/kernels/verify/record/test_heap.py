@@ -7,7 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kbrl_async.kernels.verify.cuda.record.child import room_lacked
 from kbrl_async.kernels.verify.cuda.record.heap import ALIGNMENT, Heap
+from kbrl_async.kernels.verify.recording import NO_ROOM
 
 START, END = 0x1000, 0x1000 + 64 * ALIGNMENT
 
@@ -259,3 +261,13 @@ def test_a_forward_that_was_called_once_is_captured_where_one_is_that_was_called
 ) -> None:
     """Two recorders, one of which is brief, write the same bytes of a wrong candidate."""
     assert recorded(1, temporaries) == recorded(2, temporaries)
+
+
+def test_that_there_was_no_room_is_told_until_the_next_candidate() -> None:
+    heap = Heap()
+    heap.begin(0x1000, 0x2000)
+    assert room_lacked(heap) == ""
+    heap.lacked = 3 << 29
+    assert room_lacked(heap) == f"{NO_ROOM} (a block of 1.50 GiB): "
+    heap.begin(0x1000, 0x2000)
+    assert room_lacked(heap) == ""

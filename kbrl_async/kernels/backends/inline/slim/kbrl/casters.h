@@ -19,7 +19,7 @@ struct PyMethodDef {
 };
 extern "C" {
 extern PyObject _Py_NoneStruct, _Py_TrueStruct, _Py_FalseStruct;
-extern _typeobject PyFloat_Type, PyLong_Type;
+extern _typeobject PyFloat_Type, PyLong_Type, PyTuple_Type;
 extern PyObject *PyExc_TypeError, *PyExc_RuntimeError, *PyExc_IndexError, *PyExc_ValueError, *PyExc_NotImplementedError;
 void Py_IncRef(PyObject*);
 void Py_DecRef(PyObject*);
@@ -269,6 +269,57 @@ struct Caster<c10::ArrayRef<T>> {
     return fits;
   }
 };
+
+}  // namespace kbrl
+
+namespace pybind11 {
+// A tuple that is read, and what is in it.
+class item {
+ public:
+  explicit item(PyObject* held) : held_(held) {}
+  template <class T>
+  T cast() const {
+    kbrl::Caster<std::decay_t<T>> caster;
+    if (!caster.load(held_)) throw kbrl::Error(kbrl::Kind::Runtime, "Unable to cast Python instance to C++ type");
+    return kbrl::taken<T>(caster);
+  }
+
+ private:
+  PyObject* held_;  // its tuple's
+};
+class tuple {
+ public:
+  tuple() : held_(PyTuple_New(0)) {}
+  explicit tuple(PyObject* held) : held_(kbrl::borrowed(held)) {}
+  tuple(const tuple& other) : tuple(other.held_.get()) {}
+  tuple& operator=(tuple&&) = delete;
+  size_t size() const { return static_cast<size_t>(PyTuple_Size(held_.get())); }
+  bool empty() const { return size() == 0; }
+  item operator[](size_t place) const {
+    PyObject* found = PyTuple_GetItem(held_.get(), static_cast<ssize_t>(place));
+    if (found == nullptr) throw kbrl::Raised();
+    return item(found);
+  }
+
+ private:
+  kbrl::Object held_;
+};
+}  // namespace pybind11
+
+namespace kbrl {
+template <>
+struct Caster<pybind11::tuple> {
+  static Text name() { return "tuple"; }
+  PyObject* held = nullptr;
+  bool load(PyObject* object) {
+    held = object;
+    return is_a(object, PyTuple_Type);
+  }
+};
+template <class A>
+pybind11::tuple taken(Caster<pybind11::tuple>& caster) {
+  return pybind11::tuple(caster.held);
+}
 
 // ---- C++ to Python: a new reference, or null with an error set.
 template <class T>

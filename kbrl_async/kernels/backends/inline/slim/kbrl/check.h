@@ -75,7 +75,7 @@ auto operator<<(Text& out, const T& words) -> decltype(words.find_last_not_of('x
   return out.add(words.data(), words.size()), out;
 }
 
-enum class Kind { Index, Value, Type, NotImplemented };
+enum class Kind { Index, Value, Type, NotImplemented, Runtime };
 struct Error : std::exception {
   Kind kind;
   Text text;

@@ -125,6 +125,16 @@ KBRL_ARITHMETIC(BFloat16)
 C10_HOST_DEVICE inline bool operator<(BFloat16& a, BFloat16& b) { return float(a) < float(b); }
 C10_HOST_DEVICE inline bool operator>(BFloat16& a, BFloat16& b) { return float(a) > float(b); }
 
+#ifdef __CUDACC__
+// Through the read-only cache, as those of plain types.
+inline __device__ Half __ldg(const Half* place) {
+  return Half(::__ldg(reinterpret_cast<const unsigned short*>(place)), Half::from_bits());
+}
+inline __device__ BFloat16 __ldg(const BFloat16* place) {
+  return BFloat16(::__ldg(reinterpret_cast<const unsigned short*>(place)), BFloat16::from_bits());
+}
+#endif
+
 KBRL_PRINTED(const Half&, static_cast<float>(value))
 KBRL_PRINTED(const BFloat16&, static_cast<float>(value))
 }  // namespace c10

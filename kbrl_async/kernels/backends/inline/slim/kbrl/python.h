@@ -105,6 +105,8 @@ inline PyObject* kind_of(Kind kind) {
       return PyExc_ValueError;
     case Kind::Type:
       return PyExc_TypeError;
+    case Kind::Runtime:
+      return PyExc_RuntimeError;
     default:
       return PyExc_NotImplementedError;
   }
