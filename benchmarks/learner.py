@@ -7,7 +7,6 @@ import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import math
 import os
 import statistics
 import sys
@@ -16,16 +15,14 @@ import time
 import types
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness import Commands, Result
 from benchmarks.harness import say as tell
-from kbrl_async.errors import UserError
+from benchmarks.harness.models import H100_DENSE, config_of, random_group, random_model, word_tokenizer
 from kbrl_async.learning import efficiency
 from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.forward_backward import FusedPasses, OfModules, update_bytes
@@ -36,19 +33,9 @@ from kbrl_async.learning.policies.models import wrap_lora
 from kbrl_async.learning.settings import Learner
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.config import Config
-from kbrl_async.shapes import read_shape
-from protocols.records import TrainGroup, TrainSample
+from protocols.records import TrainGroup
 
 commands = Commands("learner", __doc__)
-_TINY = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False}  # fmt: skip
-TOYS: dict[str, dict[str, Any]] = {
-    "tiny": {**_TINY, "model_type": "qwen2"},
-    "tiny-qwen3": {**_TINY, "model_type": "qwen3", "head_dim": 32},
-}
-POSITIONS = 131072
-H100_DENSE = 989e12
-"""FLOP/s in bf16 by the data sheet of an H100 or H200 (SXM), what others' MFU are shares of."""
 RANK = 32
 TEMPERATURE = 1.0
 
@@ -132,12 +119,14 @@ def step(
     )  # fmt: skip
     if plain:
         out["plain"] = of_plain(asked)
+        free()
     if trl:
         out["trl"] = of_trl(asked, trl_checkpointing)
     for name, is_wanted in (("ours", ours), ("ours_shared_prompt", shared_prompt)):
         if is_wanted:
             shared = msgspec.structs.replace(options, share_prompts=name == "ours_shared_prompt")
             out[name] = of_ours(asked, shared, profile)
+            free()
             for other in out.keys() & {"trl", "plain"}:
                 out[name][f"over_{other}"] = out[name]["tokens_per_s"] / out[other]["tokens_per_s"]
     for name in out.keys() & {"trl", "plain", "ours"}:
@@ -168,52 +157,14 @@ def say(line: str) -> None:
         tell(line)
 
 
-@functools.cache
-def config_of(shape: str) -> Any:
-    if (Path(shape) / "config.json").is_file():
-        return AutoConfig.from_pretrained(shape)
-    try:
-        given = TOYS[shape] if shape in TOYS else read_shape(shape).as_config()
-    except UserError as error:
-        raise SystemExit(f"{error}, or one of {', '.join(TOYS)}") from None
-    return AutoConfig.for_model(**{**given, "max_position_embeddings": POSITIONS}, sliding_window=None)
-
-
 def build(asked: StepOptions) -> torch.nn.Module:
-    """Made on the device: 7 billion random numbers on a CPU would take minutes."""
-    torch.manual_seed(0)
     held = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     automatic = torch.bfloat16 if asked.on_gpu and asked.rank else torch.float32
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(held.get(asked.held, automatic))
-    try:
-        with torch.device(asked.device):
-            model: torch.nn.Module = AutoModelForCausalLM.from_config(
-                config_of(asked.shape), attn_implementation="sdpa", dtype=torch.get_default_dtype()
-            )
-    finally:
-        torch.set_default_dtype(before)
-    return model.eval()
-
-
-def policy(asked: StepOptions) -> torch.nn.Module:
-    return wrap_lora(build(asked), asked.rank) if asked.rank else build(asked)
+    return random_model(config_of(asked.shape), asked.device, held.get(asked.held, automatic))
 
 
 def group_of(asked: StepOptions) -> list[TrainGroup]:
-    generator = torch.Generator().manual_seed(1)
-    vocabulary = config_of(asked.shape).vocab_size
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(0, vocabulary, (count,), generator=generator).tolist()
-
-    prompt, length = tokens(asked.prompt_tokens), asked.length - asked.prompt_tokens
-    guess = [-math.log(vocabulary)] * length  # about what a random model gives
-    samples = [
-        TrainSample(f"g.r{i}", prompt, tokens(length), guess, 1.0 if i % 2 else -1.0, 0.0, 0)
-        for i in range(asked.group)
-    ]
-    return [TrainGroup("g", "p", 1, samples)]
+    return random_group(config_of(asked.shape).vocab_size, asked.prompt_tokens, asked.length, asked.group)
 
 
 class StepStopwatch:
@@ -261,15 +212,9 @@ def free() -> None:
 
 
 def of_ours(asked: StepOptions, options: Learner, profile: bool) -> Result:
-    found = _of_ours(asked, options, profile)
-    free()
-    return found
-
-
-def _of_ours(asked: StepOptions, options: Learner, profile: bool) -> Result:
     ranks = ProcessGroup(torch.device(asked.device)) if "RANK" in os.environ else None
     settings = Config(loss="grpo", learning_rate=1e-6, learner=options)
-    model = policy(asked)
+    model = wrap_lora(build(asked), asked.rank) if asked.rank else build(asked)
     held = sum(p.nbytes for p in model.parameters()) + update_bytes(model, asked.on_gpu)
     trainer = Trainer(model, settings, asked.device, process_group=ranks)
     if ranks is not None and ranks.rank:
@@ -396,14 +341,6 @@ def prompts() -> Any:
     return Rows()
 
 
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    plain = Tokenizer(models.WordLevel({"x": 0, "<end>": 1}, unk_token="x"))
-    return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", pad_token="<end>")
-
-
 def of_trl(asked: StepOptions, checkpointing: bool) -> Result:
     import transformers
 
@@ -459,7 +396,7 @@ def of_trl(asked: StepOptions, checkpointing: bool) -> Result:
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             args=arguments,
             train_dataset=prompts(),
-            processing_class=tokenizer(),
+            processing_class=word_tokenizer(2, pad_token="t1"),
             peft_config=adapter or None,
             callbacks=[StepClock()],
         )
@@ -475,12 +412,6 @@ def of_trl(asked: StepOptions, checkpointing: bool) -> Result:
 
 
 def of_plain(asked: StepOptions) -> Result:
-    found = _of_plain(asked)
-    free()
-    return found
-
-
-def _of_plain(asked: StepOptions) -> Result:
     model: Any = build(asked)
     if asked.rank:
         model.enable_input_require_grads()  # frozen embeddings: a layer that is computed again needs one that does

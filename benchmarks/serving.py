@@ -15,18 +15,16 @@ import random
 import re
 import secrets
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import psutil
 
-from benchmarks.harness import Commands, Result, percentiles
+from benchmarks.harness import Commands, Result, command, cpu_s, percentiles
 from services.verification.lag import Lag
 
 commands = Commands("serving", __doc__)
@@ -44,7 +42,6 @@ async def clients(
     bad: Annotated[int, "clients that misbehave, each in one of five ways"] = 20,
     seconds: Annotated[float, "of asking"] = 20.0,
     pause_s: Annotated[float, "between an honest client's answer and its next question, in the mean"] = 2.0,
-    busy: Annotated[int, "processes that compute all the time beside, at the same priority"] = 0,
 ) -> Result:
     """The service's own share of an answer's time: all of the time that it has a question, less the work.
 
@@ -54,9 +51,8 @@ async def clients(
     of that it computed itself (`own_p99`); what clients saw, with what their own process was late by; and which share
     of a second service and clients could run and had no core.
     """
-    with _others(busy):
-        alone = await _measured(honest, 0, seconds / 2, pause_s)
-        beside = await _measured(honest, bad, seconds, pause_s)
+    alone = await _measured(honest, 0, seconds / 2, pause_s)
+    beside = await _measured(honest, bad, seconds, pause_s)
     return {
         "ok": not beside.unclear and beside.right == beside.asked and beside.figures()["own_p99_ms"] <= 20.0,
         "answers": len(beside.own_ms),
@@ -106,18 +102,6 @@ class ServingFigures:
         }
 
 
-@contextlib.contextmanager
-def _others(count: int) -> Iterator[None]:
-    """They compute in turns of no length."""
-    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in spinning:
-            process.kill()
-            process.wait()
-
-
 def _waited_s(pid: int) -> float:
     """That the threads of a process could have run, and had no core."""
     return sum(int(path.read_text().split()[1]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
@@ -126,12 +110,12 @@ def _waited_s(pid: int) -> float:
 async def _measured(honest: int, bad: int, seconds: float, pause_s: float) -> ServingFigures:
     found = ServingFigures()
     async with _service() as (port, key, server):
-        words = [sys.executable, "-m", "benchmarks.serving", "misbehave", str(port), key, str(bad), str(seconds)]
+        words = command("serving", "misbehave", port, key, bad, seconds)
         others = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
         assert others.stdout is not None
         await others.stdout.readline()
         process = psutil.Process(server.pid)
-        began_at, began = time.monotonic(), process.cpu_times()
+        began_at, began_cpu = time.monotonic(), cpu_s(process)
         until, pids = began_at + seconds, {"service": server.pid, "clients": os.getpid()}
         waited = {who: _waited_s(pid) for who, pid in pids.items()}
         lag = Lag()
@@ -145,11 +129,10 @@ async def _measured(honest: int, bad: int, seconds: float, pause_s: float) -> Se
         full = asyncio.get_running_loop().call_later(seconds / 2, fill)
         await asyncio.gather(*group)
         full.cancel()
-        ended, found.seconds = process.cpu_times(), time.monotonic() - began_at
+        found.cpu_s, found.seconds = cpu_s(process) - began_cpu, time.monotonic() - began_at
         found.waited_s = {who: _waited_s(pid) - waited[who] for who, pid in pids.items()}
         found.lag_ms, found.clients_lag_ms = await _lag(port), lag.percentiles()
         watching.cancel()
-        found.cpu_s = ended.user + ended.system - began.user - began.system
         met = json.loads((await others.communicate())[0])
         found.bad, found.unclear = met["answers"], [*found.unclear, *met["unclear"]]
     return found
@@ -172,7 +155,7 @@ async def _service() -> AsyncIterator[tuple[int, str, asyncio.subprocess.Process
         keys = Path(folder, "keys")
         keys.touch(0o600)
         keys.write_text(f"honest {key}\n")
-        words = [sys.executable, "-m", "benchmarks.serving", "service", folder]
+        words = command("serving", "service", folder)
         server = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
         assert server.stdout is not None
         try:
@@ -278,15 +261,15 @@ async def _bad(found: ServingFigures, port: int, key: str, until: float, how: st
 
 
 async def _misbehave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str, how: str) -> Answered:
-    if how == "malformed":
-        return await _post(reader, writer, b'{"candidate": [[[', key)
-    if how == "ten_megabytes":
-        return await _post(reader, writer, b'{"candidate": "' + b"x" * 10_000_000 + b'"}', key)
-    if how == "unknown_key":
-        return await _post(reader, writer, json.dumps({"candidate": "x", "problem": "L1/13"}).encode(), "nobody" * 4)
     text = f"hang {secrets.token_hex(4)}" if how == "hanging_problem" else SOURCE.format(secrets.token_hex(4))
     body = json.dumps({"candidate": text, "problem": "L1/13", "wait_s": 3.0}).encode()
-    if how == "vanishing":
+    if how == "malformed":
+        body = b'{"candidate": [[['
+    elif how == "ten_megabytes":
+        body = b'{"candidate": "' + b"x" * 10_000_000 + b'"}'
+    elif how == "unknown_key":
+        key = "nobody" * 4
+    elif how == "vanishing":
         writer.write(_head(len(body), key) + body[: random.randrange(len(body) + 1)])
         await writer.drain()
         return Answered(0, {}, 0.0)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
-import math
 import multiprocessing as mp
 import os
 import shutil
@@ -15,14 +13,15 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from benchmarks import weights
-from benchmarks.harness import Commands, Result, say
+from benchmarks.harness import Commands, Result, say, timed
+from benchmarks.harness.models import H100_DENSE, config_of, random_group
 from kbrl_async.learning import checkpoints, efficiency
 from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.engine import LocalEngine
@@ -33,17 +32,13 @@ from kbrl_async.learning.sharded import ShardedModel
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.config import Config
 from kbrl_async.runs.sizing import footprint, layout
-from kbrl_async.shapes import ModelShape, read_shape, shape_of
+from kbrl_async.shapes import shape_of
 from kbrl_async.weights import Canaries
 from kbrl_async.weights.direct import Sender
-from protocols.records import TrainGroup, TrainSample
+from protocols.records import TrainGroup
 from services.learner.publishing import Publisher
 
 commands = Commands("sharded", __doc__)
-TINY = shape_of({"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
-                 "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512})  # fmt: skip
-NOMINAL = 989e12
-"""FLOP/s of an H100 or H200 in bf16, as its maker says."""
 DIGESTED = 1 << 24
 """Numbers at once."""
 
@@ -82,7 +77,7 @@ def updates(
         processes=max(2, ranks.size), activation_checkpointing=again, offload_activations=offload_activations,
         context_parallel=context_parallel, master_dtype=masters, offload=offload,
     )  # fmt: skip
-    trainer = _trainer(shape, lora_rank, learner, ranks)
+    trainer = _trainer(config_of(shape), lora_rank, learner, ranks)
     found: Result = {"shape": shape, "lora_rank": lora_rank, "ranks": ranks.size, "masters": masters}
     found |= {"offload": offload, "offload_activations": offload_activations, "context_parallel": context_parallel}
     found |= {"again": again, "build_s": time.perf_counter() - built}
@@ -91,19 +86,17 @@ def updates(
         trainer.close()
         sys.exit(0)
     peak = efficiency.measured_peak(device, device.type == "cuda")
-    _say("built", found | {"held_gb": _allocated(device), "peak_tflops": peak / 1e12})
+    say("built", found | {"held_gb": _allocated(device), "peak_tflops": peak / 1e12})
     if resume:
-        found["resume_s"] = _timed(lambda: checkpoints.restore(Path(resume) / "step-000001", trainer))
+        found["resume_s"] = timed(lambda: checkpoints.restore(Path(resume) / "step-000001", trainer))
         found["resumed"] = _digest(trainer)
-        _say("resumed", {"s": found["resume_s"], "digest": found["resumed"]})
+        say("resumed", found["resume_s"], found["resumed"])
     for length in each:
-        one = _measure(trainer, shape, length, sequences * ranks.size, count, peak)
-        one |= _predicted(trainer, _shape(shape), length)
+        one = _measure(trainer, shape, length, sequences * ranks.size, count, peak) | _predicted(trainer, length)
         found[f"length_{length}"] = one
-        _say(str(length), one)
+        say(length, one)
     if publish:
-        found["gather_s"] = _timed(lambda: collections.deque(trainer.gathered_weights() or (), maxlen=0))
-        _say("gathered", {"s": found["gather_s"]})
+        found["gather_s"] = timed(lambda: collections.deque(trainer.gathered_weights() or (), maxlen=0))
     if checkpoint:
         groups = _group(shape, each[-1], sequences * ranks.size)
         found |= _checkpointed(trainer, Path(checkpoint), keep, lambda: trainer.step(groups, 1.0))
@@ -113,7 +106,7 @@ def updates(
 
 @commands
 def flight(
-    shape: Annotated[str, "tiny, 300m, or a public model of Qwen3's kind"] = "tiny",
+    shape: Annotated[str, "tiny, 300m, or a public model such as qwen3-4b"] = "tiny",
     samplers: Annotated[int, "processes on the GPUs after the ranks': NCCL takes one GPU each"] = 1,
     count: Annotated[int, "versions; the first is a warm-up"] = 4,
     length: Annotated[int, "tokens of an update's sequences"] = 256,
@@ -126,7 +119,7 @@ def flight(
     learner = Learner(
         epochs=1, minibatches=1, negative_scale=1.0, token_budget=length, shard=True, processes=max(2, ranks.size)
     )
-    trainer = _trainer(shape, 0, learner, ranks, weights.config_of(shape))
+    trainer = _trainer(weights.tied_config_of(shape), 0, learner, ranks)
     if ranks.rank:
         trainer.follow()
         trainer.close()
@@ -149,7 +142,7 @@ def flight(
     for version in range(count):
         trainer.step(groups, 1.0)
         rows.append(_published(engine, publisher, version, pipes, write))
-        _say(f"v{version}", rows[-1])
+        say(f"v{version}", rows[-1])
     publisher.finish()
     engine.close()
     publisher.close()
@@ -182,22 +175,13 @@ def _published(
     }
 
 
-def _shape(name: str) -> ModelShape:
-    toys = {"tiny": TINY, "300m": shape_of({"model_type": "qwen3", **weights.TOYS["300m"]})}
-    return toys[name] if name in toys else read_shape(name)
-
-
-def _trainer(
-    shape: str, lora_rank: int, learner: Learner, ranks: ProcessGroup, given: dict[str, Any] | None = None
-) -> Trainer:
-    """`given`: its configuration, in place of the shape's own."""
+def _trainer(config: Any, lora_rank: int, learner: Learner, ranks: ProcessGroup) -> Trainer:
     on_gpu = ranks.device.type == "cuda"
     arithmetic = torch.bfloat16 if on_gpu else torch.float32
     held = arithmetic if lora_rank else DTYPES["bf16" if learner.master_dtype == "bfloat16" else "fp32"]
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        config = given or {**_shape(shape).as_config(), "max_position_embeddings": 40960, "rope_theta": 1e6}
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        config.save_pretrained(folder)
         model = skeleton(folder, held)
     if lora_rank:
         model = wrap_lora(model, lora_rank)
@@ -210,11 +194,8 @@ def _measure(trainer: Trainer, shape: str, length: int, sequences: int, count: i
     groups = _group(shape, length, sequences)
     if trainer.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    took, last = [], dict[str, float]()
-    for _ in range(count):
-        began = time.perf_counter()
-        last = trainer.step(groups, 1.0)  # ends with the gradient's norm on the host
-        took.append(time.perf_counter() - began)
+    last = dict[str, float]()
+    took = [timed(lambda: last.update(trainer.step(groups, 1.0))) for _ in range(count)]  # ends on the host
     best = min(took[1:] or took)
     tokens = length * sequences
     assert trainer.process_group is not None
@@ -222,7 +203,7 @@ def _measure(trainer: Trainer, shape: str, length: int, sequences: int, count: i
     return {
         "tokens_per_s": tokens / best,
         "mfu": flops / peak,
-        "mfu_of_989": flops / NOMINAL,
+        "mfu_of_989": flops / H100_DENSE,
         "peak_gb": efficiency.peak_memory_mb(trainer.device) / 1e3 * 1.048576,
         "steps_s": took,
         "loss": last["loss"],
@@ -231,19 +212,16 @@ def _measure(trainer: Trainer, shape: str, length: int, sequences: int, count: i
 
 
 def _flops_per_token(trainer: Trainer, length: int) -> float:
-    """6 a trained weight of the layers and 4 a frozen one, causal attention, the head at the scored three quarters."""
+    """Those of the model, its head at the scored three quarters."""
     config: Any = trainer.model.config
-    layers = [(p.numel(), p.requires_grad) for n, p in trainer.model.named_parameters() if ".layers." in n]
-    trained, frozen = (sum(n for n, is_trained in layers if is_trained == kind) for kind in (True, False))
-    query: int = config.num_attention_heads * config.head_dim if hasattr(config, "head_dim") else config.hidden_size
-    vocabulary: int = config.vocab_size * config.hidden_size
-    head = (4 if frozen else 6) * 0.75 * vocabulary
-    return 6.0 * trained + 4.0 * frozen + 6.0 * int(config.num_hidden_layers) * query * length + head
+    is_frozen = any(not p.requires_grad for p in trainer.model.parameters())
+    unscored = (4 if is_frozen else 6) * 0.25 * config.vocab_size * config.hidden_size
+    return efficiency.flops_per_token(trainer.model, length) - float(unscored)
 
 
-def _predicted(trainer: Trainer, shape: ModelShape, length: int) -> Result:
+def _predicted(trainer: Trainer, length: int) -> Result:
     """What `kbrl plan` counts for a rank, without a CUDA context, which the allocator does not see."""
-    settings, on_gpu = trainer.settings, trainer.device.type == "cuda"
+    settings, on_gpu, config = trainer.settings, trainer.device.type == "cuda", cast(Any, trainer.model.config)
     assert isinstance(settings, Config)
     capacity = float(torch.cuda.get_device_properties(trainer.device).total_memory) if on_gpu else None
     assert trainer.process_group is not None
@@ -254,24 +232,14 @@ def _predicted(trainer: Trainer, shape: ModelShape, length: int) -> Result:
         learner=replace(settings.learner, processes=trainer.process_group.size),
         max_tokens=max(1, length - layout.PROMPT_TOKENS),
     )
+    shape = shape_of(config.to_dict())
     found = footprint.learner(shape, layout.learning_of(planned, shape, capacity)).parts
     found.pop("CUDA", None)
     return {"predicted_gb": sum(found.values()) / 1e9, "largest_gb": {k: round(v / 1e9, 1) for k, v in found.items()}}
 
 
 def _group(shape: str, length: int, sequences: int) -> list[TrainGroup]:
-    generator = torch.Generator().manual_seed(1)
-    vocabulary = _shape(shape).vocabulary
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(0, vocabulary, (count,), generator=generator).tolist()
-
-    prompt, guess = tokens(length // 4), [-math.log(vocabulary)] * (length - length // 4)
-    samples = [
-        TrainSample(f"g.r{i}", prompt, tokens(len(guess)), guess, 1.0 if i % 2 else -1.0, 0.0, 0)
-        for i in range(sequences)
-    ]
-    return [TrainGroup("g", "p", 1, samples)]
+    return random_group(config_of(shape).vocab_size, length // 4, length, sequences)
 
 
 def _digest(trainer: Trainer) -> str:
@@ -292,22 +260,22 @@ def _checkpointed(trainer: Trainer, folder: Path, keep: bool, update: Callable[[
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "step-000000").mkdir(parents=True)  # so that this one is not the first, which is waited for
     (folder / "step-000000" / "COMPLETE").touch()
-    disk, alone = _disk_gb_per_s(folder, trainer.device), _timed(update)
+    disk, alone = _disk_gb_per_s(folder, trainer.device), timed(update)
     before = _digest(trainer)
     began = time.perf_counter()
-    still = _timed(lambda: checkpoints.save(folder, trainer, checkpoints.LearnerProgress(version=1), 1))
-    beside = _timed(update)
+    still = timed(lambda: checkpoints.save(folder, trainer, checkpoints.LearnerProgress(version=1), 1))
+    beside = timed(update)
     changed = _digest(trainer)
     trainer.settle()
     written = time.perf_counter() - began
     size = sum(path.stat().st_size for path in (folder / "step-000001").iterdir()) / 1e9
-    read = _timed(lambda: checkpoints.restore(folder / "step-000001", trainer))
+    read = timed(lambda: checkpoints.restore(folder / "step-000001", trainer))
     found: Result = {"checkpoint_gb": size, "still_s": still, "written_s": written, "read_s": read}
     found |= {"update_s": alone, "update_beside_s": beside, "disk_gb_per_s": disk}
     found |= {"digest": (after := _digest(trainer)), "ok": after == before != changed}
     if not keep:
         shutil.rmtree(folder)
-    _say("checkpoint", found)
+    say("checkpoint", found)
     return found
 
 
@@ -325,24 +293,8 @@ def _disk_gb_per_s(folder: Path, device: torch.device) -> float:
     return pieces * len(content) / 1e9 / took
 
 
-def _timed(action: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
-
-
 def _allocated(device: torch.device) -> float:
     return torch.cuda.memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
-
-
-def _say(what: str, found: Result) -> None:
-    say(f"{what}: " + ", ".join(f"{name} {_short(value)}" for name, value in found.items()))
-
-
-def _short(value: object) -> str:
-    if isinstance(value, list):
-        return "/".join(map(_short, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Random weights: a model's shape is all that counts.
 from __future__ import annotations
 
 import asyncio
+import copy
 import multiprocessing as mp
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ import msgspec
 import torch
 
 from benchmarks.harness import Commands, Result, say
+from benchmarks.harness.models import config_of, random_model
 from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import DTYPES
@@ -29,43 +31,27 @@ from kbrl_async.runs.config import load
 from kbrl_async.sampling.canary import rms
 from kbrl_async.sampling.settings import Sampler
 from kbrl_async.sampling.transformers.engine import TransformersEngine
-from kbrl_async.shapes import read_shape
 from kbrl_async.weights import Canaries
 from kbrl_async.weights.direct import Sender
 from protocols.records import SamplingParams
 from services.learner.publishing import Publisher
 from services.sampler.line import LearnerLine
+from tests.models import NumberTokenizer
 
 commands = Commands("weights", __doc__)
-TOYS = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512},
-    "300m": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32_000},
-}  # fmt: skip
 CANARY = [5, 9, 14, 3, 27, 33, 8, 21, 40, 2, 17, 11]
-Shape = Literal["tiny", "300m", "qwen3-4b"]
+Shape = Annotated[str, "tiny, 300m, or a public model such as qwen3-4b"]
 
 
-def config_of(shape: str) -> dict[str, Any]:
-    """Of Qwen3's kind."""
-    sizes = TOYS[shape] if shape in TOYS else read_shape(shape).as_config()
-    common = {"max_position_embeddings": 40_960, "tie_word_embeddings": True, "eos_token_id": 1}
-    return {**sizes, **common, "model_type": "qwen3"}
+def tied_config_of(shape: str) -> Any:
+    """With one matrix for embeddings and head, and an end that the tokenizer of numbers has."""
+    config = copy.deepcopy(config_of(shape))
+    config.update({"tie_word_embeddings": True, "eos_token_id": 1})
+    return config
 
 
 def make_model(shape: str, device: str, dtype: torch.dtype, seed: int) -> torch.nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(**config_of(shape), dtype=dtype)
-    torch.manual_seed(seed)
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model: torch.nn.Module = Qwen3ForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return model
+    return random_model(tied_config_of(shape), device, dtype, seed)
 
 
 @torch.no_grad()
@@ -91,8 +77,7 @@ def critical(
     versions_made: int = 3,
 ) -> Result:
     """Seconds for which a version keeps the learner from its next update: written at once, and beside it."""
-    model, canaries = make_model(shape, device, torch.float32, 0), Canaries(CANARY, [])
-    copy = HostCopy(DTYPES[dtype])
+    model, on_host = make_model(shape, device, torch.float32, 0), HostCopy(DTYPES[dtype])
     at_once, beside, written, parts = [], [], [], {"snapshot_s": 0.0, "canary_s": 0.0}
     with tempfile.TemporaryDirectory() as folder:
         for version in range(versions_made):
@@ -100,11 +85,7 @@ def critical(
             versions.publish(Path(folder), model, version, None, version, CANARY, rounded_to=dtype)
             at_once.append(time.time() - begun)
             publisher, begun = Publisher(Path(folder)), finished(device)
-            pending = versions.prepare(
-                Path(folder), model, version, None, version, canaries,
-                copied=_timed("snapshot_s", parts, copy.of),
-                logprobs_of=_timed("canary_s", parts, lambda ids: sequence_logprobs(model, ids)),
-            )  # fmt: skip
+            pending = prepared(Path(folder), model, version, on_host, parts)
             publisher.begin(pending, lambda: None)
             beside.append(time.time() - begun)
             publisher.close()
@@ -121,18 +102,6 @@ def critical(
     }
 
 
-class Numbers:
-    """A tokenizer of numbers."""
-
-    eos_token_id = 1
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return " ".join(map(str, token_ids))
-
-
 def service_of(folder: Path, name: str) -> Any:
     """What a line to the learner needs of a process of a run."""
     log = SimpleNamespace(warning=lambda *a, **k: say(name, *a, k), debug=lambda *a, **k: None)
@@ -147,7 +116,7 @@ def sample(folder: Path, ways: Sequence[str], name: str, shape: str, device: str
     async def main() -> None:
         # bf16 on a GPU, as vLLM holds it; the CPU's engine computes in fp32, as it does in a run.
         dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-        engine = TransformersEngine(make_model(shape, device, dtype, 1), Numbers(), Sampler(slots=4))
+        engine = TransformersEngine(make_model(shape, device, dtype, 1), NumberTokenizer(), Sampler(slots=4))
         line: Any = LearnerLine(service_of(folder, name), engine)
         await line.load_newer(1 << 60)  # joins
         told.send(("ready", 0.0, 0.0, 0.0))
@@ -191,7 +160,7 @@ def flight(
         args = (root, chosen, f"sampler.{number}", shape, place, theirs)
         context.Process(target=sample, args=args, daemon=True).start()
         pipes.append(ours)
-    model, copy = make_model(shape, learner, torch.float32, 0), HostCopy(DTYPES[dtype])
+    model, on_host = make_model(shape, learner, torch.float32, 0), HostCopy(DTYPES[dtype])
     say(f"the learner has {sum(p.numel() for p in model.parameters()):,} parameters")
     assert all(pipe.recv()[0] == "ready" for pipe in pipes)
     say("samplers are ready")
@@ -202,11 +171,7 @@ def flight(
             take_step(model, version)
             row: dict[str, float] = {}
             stepped = finished(learner)
-            pending = versions.prepare(
-                root, model, version, None, version, Canaries(CANARY, []),
-                copied=_timed("snapshot_s", row, copy.of),
-                logprobs_of=_timed("canary_s", row, lambda ids: sequence_logprobs(model, ids)),
-            )  # fmt: skip
+            pending = prepared(root, model, version, on_host, row)
             if way == "direct" and not write:
                 publishers[way].begin(msgspec.structs.replace(pending, fill=_nothing), lambda: None)
             else:
@@ -241,14 +206,22 @@ def _nothing(folder: Path) -> dict[str, str]:
     return {"": ""}
 
 
-def _timed(name: str, row: dict[str, float], function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def timed(given: Any) -> Any:
-        begun = time.time()
-        made = function(given)
-        row[name] = time.time() - begun
-        return made
+def prepared(folder: Path, model: torch.nn.Module, version: int, on_host: HostCopy, row: dict[str, float]) -> Any:
+    """A version that is ready to be published; `row` gets what its parts took."""
 
-    return timed
+    def timing(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def timed(given: Any) -> Any:
+            begun = time.time()
+            made = function(given)
+            row[name] = time.time() - begun
+            return made
+
+        return timed
+
+    return versions.prepare(
+        folder, model, version, None, version, Canaries(CANARY, []), copied=timing("snapshot_s", on_host.of),
+        logprobs_of=timing("canary_s", lambda ids: sequence_logprobs(model, ids)),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

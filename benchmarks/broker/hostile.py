@@ -26,6 +26,8 @@ from protocols.auth import PeerLimits, Role
 from protocols.sockets import MAX_REMOTE_BYTES, ClientKeys, Socket, connect_dealer
 from services.broker.options import BrokerOptions
 from services.runtime import HandlerOutcome, Producer, Worker
+from services.runtime.channel import drain
+from tests.ports import free_port
 
 HOST = "0.0.0.0"
 CALM_S = 4.0
@@ -105,18 +107,14 @@ class Attacker:
     """A stolen bench key that greets properly and then sends nothing that may be admitted."""
 
     def __init__(self, context: zmq.Context[Socket], address: str, keys: ClientKeys) -> None:
-        self._dealer = connect_dealer(context, address, secrets.token_hex(8).encode(), keys)
-        self._dealer.setsockopt(zmq.SNDTIMEO, 20_000)
+        self.dealer = connect_dealer(context, address, secrets.token_hex(8).encode(), keys)
+        self.dealer.setsockopt(zmq.SNDTIMEO, 20_000)
 
     def send(self, frames: list[bytes]) -> None:
-        self._dealer.send_multipart(frames or [b""])
+        self.dealer.send_multipart(frames or [b""])
 
     def drain(self) -> int:
-        count = 0
-        while self._dealer.poll(0):
-            self._dealer.recv_multipart()
-            count += 1
-        return count
+        return sum(len(batch) for batch in iter(lambda: drain(self.dealer), []))
 
 
 def wrongly_keyed(port: int, count: int, rng: random.Random) -> Counter[str]:
@@ -190,10 +188,7 @@ class Honest:
 
 def attack(work: str, port: int, folder: str, total: int, seed: int, caught: msg.Task, out: mp.Queue[object]) -> None:
     """In a process of its own; reports what was sent."""
-    rng = random.Random(seed)
-    sent: Counter[str] = Counter()
-    answers = 0
-    strangers = max(1, total // 200)
+    rng, sent, answers, strangers = random.Random(seed), Counter[str](), 0, max(1, total // 200)
     with zmq.Context() as context:
         keys = client_keys(Path(folder) / "issued" / "bench" / "host7")
         attackers = {name: Attacker(context, work, keys) for name in ATTACKS}
@@ -213,7 +208,7 @@ def attack(work: str, port: int, folder: str, total: int, seed: int, caught: msg
                 attackers[name].send(frames)
                 sent[name] += 1
             answers += attackers[name].drain()
-        attackers["oversized"]._dealer.send(b"x" * (MAX_REMOTE_BYTES + 1))
+        attackers["oversized"].dealer.send(b"x" * (MAX_REMOTE_BYTES + 1))
         raw += wrongly_keyed(port, strangers // 2, rng)
         answers += _wait_until_quiet(list(attackers.values()))
         context.destroy(linger=0)
@@ -222,8 +217,8 @@ def attack(work: str, port: int, folder: str, total: int, seed: int, caught: msg
 
 def _wait_until_quiet(attackers: list[Attacker]) -> int:
     """Read on until what was sent has likely arrived. Closing with a backlog would trip libzmq's heartbeat."""
-    answers, quiet_since = 0, time.perf_counter()
-    began = quiet_since
+    answers, began = 0, time.perf_counter()
+    quiet_since = began
     while time.perf_counter() - quiet_since < 2.0 and time.perf_counter() - began < 30.0:
         came = sum(attacker.drain() for attacker in attackers)
         answers += came
@@ -246,7 +241,7 @@ async def hostile(frames: int = 1_000_000, seed: int = 0) -> Result:
             ring.new(role, "local")
         for holder in ("honest", "host7"):
             ring.new(Role.BENCH, holder)
-        submit, work = (f"tcp://{HOST}:{port}" for port in _free_ports(2))
+        submit, work = (f"tcp://{HOST}:{port}" for port in (free_port(), free_port()))
         with broker_process(BrokerOptions(name, submit, work, keys=str(ring.folder), limits=LIMITS)) as broker:
             honest, stop, done = Honest(ring, submit, work), asyncio.Event(), asyncio.Event()
             working = asyncio.create_task(honest.run(stop, done))
@@ -315,11 +310,3 @@ async def _rate(honest: Honest, seconds: float) -> tuple[float, list[float]]:
 
 def _p99_ms(waits: list[float]) -> float:
     return 1000 * percentiles(waits, 99)[0]
-
-
-def _free_ports(count: int) -> list[int]:
-    found = [sockets.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [server.getsockname()[1] for server in found]
-    for server in found:
-        server.close()
-    return ports

@@ -17,7 +17,6 @@ import random
 import secrets
 import signal
 import subprocess
-import sys
 import tarfile
 import tempfile
 import time
@@ -25,15 +24,15 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
-from benchmarks.harness import ONE_THREAD, ROOT, Result, command, environment, in_turn, packed, say
+from benchmarks.harness import ONE_THREAD, ROOT, Result, command, environment, in_turn, kbrl_command, packed, say
 from kbrl_async.kernels.problems.loading import load_suite
 from kbrl_async.keyring import Keyring, client_keys
 from kbrl_async.lab.small_policy.author import Author, Habits
-from kbrl_async.lab.small_policy.families.source import render_answer
+from kbrl_async.lab.small_policy.languages import respond
 from kbrl_async.lab.small_policy.specs import SPECS
 from kbrl_async.rollouts.prompts import extract
 from kbrl_async.runs.config import Config, agreed
@@ -57,15 +56,10 @@ SLOPPY = Habits(*(0.06,) * 8, fast=0.5)
 def material(count: int) -> list[tuple[Problem, str]]:
     """The same problems and answers for everybody who asks."""
     rng = random.Random(7)
-    found: list[tuple[Problem, str]] = []
     problems = [problem for problem in load_suite(levels=(1, 2)) if problem.problem_id in SPECS]
-    while len(found) < count:
-        problem = rng.choice(problems)
-        spec, author = SPECS[problem.problem_id], Author(rng, SLOPPY)
-        source = extract(render_answer(spec.module(), spec.answer(author), author)).source
-        if source:
-            found.append((problem, source))
-    return found
+    drawn = (rng.choice(problems) for _ in itertools.count())
+    written = ((p, extract(respond(SPECS[p.problem_id], Author(rng, SLOPPY), "c")).source) for p in drawn)
+    return list(itertools.islice((one for one in written if one[1]), count))
 
 
 class Stream:
@@ -168,8 +162,7 @@ class Site:
 
 
 def worker_command(kind: str, address: str, keys: Path, home: Path, *more: object) -> list[str]:
-    words = ("worker", kind, "--connect", address, "--keys", keys, *more, f"cache_path={home / 'cache'}")
-    return [sys.executable, "-m", "kbrl_async", *map(str, words)]
+    return kbrl_command("worker", kind, "--connect", address, "--keys", keys, *more, f"cache_path={home / 'cache'}")
 
 
 # ── a long line ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -193,7 +186,6 @@ async def remote(
     loss: Annotated[float, "percent, each way"] = 1.0,
     partition: Annotated[float, "seconds of a cut at the end; 0: none"] = 60.0,
     pretend: Annotated[bool, "workers sleep instead of computing: the line alone is measured"] = False,
-    fixed: Annotated[bool, "with --pretend: one task waits, and who needs artifacts fetches them"] = False,
 ) -> Result:
     """What a long line costs: a verifier host behind it, against the same host beside us. Needs root and /dev/net/tun.
 
@@ -212,11 +204,9 @@ async def remote(
                     home = folder / str(role)
                     home.mkdir()
                     address = f"tcp://{host.link.here}:{port}"
-                    pretended = command("broker", "pretend", role, address, keys, *(["--fixed"] if fixed else []))
-                    real = worker_command(str(role), address, keys, home)
-                    host.start(
-                        *(pretended if pretend else real), environment=environment(**ONE_THREAD), output=home / "output"
-                    )
+                    pretended = command("broker", "pretend", role, address, keys)
+                    words = pretended if pretend else worker_command(str(role), address, keys, home)
+                    host.start(*words, environment=environment(**ONE_THREAD), output=home / "output")
                 rates = await _near_and_far(stream, line, rounds)
                 near, far = map(fmean, zip(*rates, strict=True))
                 healed = {}
@@ -265,7 +255,7 @@ async def _cut(stream: Stream, host: Host, seconds: float, rate: float) -> dict[
     return {"cut_s": seconds, "scored_while_cut": through, **flow}
 
 
-async def pretend(kind: str, address: str, keys: str, /, fixed: bool = False) -> None:
+async def pretend(kind: str, address: str, keys: str, /) -> None:
     """A farm with two places of 60 ms or a bench of 30 or 250 ms that sleep, with artifacts of 20 KB that travel."""
     stop, times = asyncio.Event(), itertools.cycle((0.03, 0.25, 0.25, 0.03, 0.03, 0.25))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -282,14 +272,9 @@ async def pretend(kind: str, address: str, keys: str, /, fixed: bool = False) ->
         content = secrets.token_bytes(20_000)
         name = hashlib.sha256(content).hexdigest()
         made[name] = content
-        outcome = HandlerOutcome("bench", [name.encode()])
-        if fixed:
-            await hand_over(outcome)
-        return outcome
+        return HandlerOutcome("bench", [name.encode()])
 
-    async def judge(task: msg.Task, frames: list[bytes]) -> HandlerOutcome:
-        if fixed:
-            await fetch(task, frames)
+    async def judge(_: msg.Task, __: list[bytes]) -> HandlerOutcome:
         await asyncio.sleep(next(times))
         return HandlerOutcome("score", [b""])
 
@@ -298,8 +283,8 @@ async def pretend(kind: str, address: str, keys: str, /, fixed: bool = False) ->
     worker = Worker(
         address, f"away-{kind}.1", [kind], places + 1, build if is_farm else judge,
         WorkerOptions(
-            concurrency=places, prefetch=None if fixed else Prefetch(places),
-            before=None if fixed or is_farm else fetch, after=hand_over if is_farm and not fixed else None,
+            concurrency=places, prefetch=Prefetch(places),
+            before=None if is_farm else fetch, after=hand_over if is_farm else None,
         ), keys=client_keys(keys),
     )  # fmt: skip
     await worker.run(stop)
@@ -365,13 +350,8 @@ class _Builds:
         number = ("--number", "2" if build == "new" else "1", "--folder", home / "worker")
         words = worker_command(stage, address, self._site.issued[Role(stage)], home, *number)
         with (home / "output").open("ab") as output:
-            self.running[stage] = subprocess.Popen(
-                words,
-                cwd=tree,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=variables,
-            )
+            given: dict[str, Any] = {"cwd": tree, "stdout": output, "stderr": subprocess.STDOUT, "env": variables}
+            self.running[stage] = subprocess.Popen(words, **given)
         return left_s
 
     def close(self) -> None:

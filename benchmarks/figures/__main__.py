@@ -19,7 +19,6 @@ of a group that ended without one recorded answer is taken from the group before
 from __future__ import annotations
 
 import math
-import os
 import re
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from rich.table import Table
 from benchmarks.figures.again import again
 from benchmarks.figures.archive import ArchivedTurns
 from benchmarks.figures.versions import NAMES
-from benchmarks.harness import Commands, Result
+from benchmarks.harness import Commands, Result, environment, kbrl_command
 
 commands = Commands("figures", __doc__)
 
@@ -139,16 +138,10 @@ def _texts(run: Path, made: Mapping[str, Any]) -> Iterator[FigurePair]:
 
 
 def _printed(run: Path) -> str:
-    program = "import sys; from kbrl_async.cli import main; sys.exit(main(sys.argv[1:]))"
-    environment = {**os.environ, "COLUMNS": "400", "NO_COLOR": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, "summary", str(run)],
-        env=environment,
-        text=True,
-        capture_output=True,
-        check=True,
-    )
-    return done.stdout
+    variables = environment(COLUMNS="400", NO_COLOR="1")
+    return subprocess.run(
+        kbrl_command("summary", run), env=variables, text=True, stdout=subprocess.PIPE, check=True
+    ).stdout
 
 
 def _tables(rows: list[list[str]]) -> Iterator[tuple[str, tuple[str, str], dict[str, list[str]]]]:

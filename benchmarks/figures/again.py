@@ -16,8 +16,7 @@ from scipy.special import ndtri
 from scipy.stats import bootstrap
 
 from benchmarks.figures.archive import IN_TIME, ArchivedTurns, LoggedAnswer, TurnRecord
-from benchmarks.figures.intervals import CONFIDENCE, wilson
-from benchmarks.figures.versions import SHARES, AnswersByVersion, by_version, figures_of, turns_of
+from benchmarks.figures.versions import CONFIDENCE, SHARES, AnswersByVersion, by_version, figures_of, turns_of, wilson
 
 POINTS, BEST, TRIES = 100, 10, 8
 FUNNEL = ("format", "static", "compile", "small_inputs", "full_inputs", "timing")

@@ -1,4 +1,4 @@
-"""Training answers by the policy version that wrote them, and their figures."""
+"""Training answers by the policy version that wrote them, and their figures, with intervals by other formulas."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import ndtri, stdtrit
 
 from benchmarks.figures.archive import IN_TIME, ArchivedTurns, LoggedAnswer
-from benchmarks.figures.intervals import Interval, interval_of_mean, interval_of_share
 
+CONFIDENCE = 0.95
+Interval = tuple[float, float] | None
 ENOUGH, SHARE = 64, 0.1
 """Answers that the first versions shown have, and the last ones, of which it is at least this share of all."""
 SHARES = {"compile_rate": "compiled", "correct_rate": "correct", "fast_1": "fast", "fast_1_proven": "proven"}
@@ -105,3 +107,38 @@ def turns_of(answers: Sequence[LoggedAnswer]) -> dict[str, float | None]:
 def _mean(values: Iterable[float]) -> float | None:
     listed = list(values)
     return sum(listed) / len(listed) if listed else None
+
+
+# ── intervals ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def wilson(share: float, tries: float, quantile: float) -> tuple[float, float]:
+    """Where |share − p| is `quantile` standard errors of p: the roots of a quadratic."""
+    square = quantile**2 / tries
+    roots = sorted(np.roots([1 + square, -2 * share - square, share**2]).real)
+    return max(0.0, float(roots[0])), min(1.0, float(roots[1]))
+
+
+def spread(groups: Sequence[Sequence[float]]) -> float:
+    """Standard error of the mean of all values, groups being what was drawn: residuals of a ratio, linearised."""
+    values = np.array([value for group in groups for value in group])
+    residuals = np.array([np.sum(np.array(group) - values.mean()) for group in groups])
+    return float(np.sqrt(len(groups) / (len(groups) - 1) * np.sum(residuals**2)) / len(values))
+
+
+def interval_of_mean(groups: Sequence[Sequence[float]]) -> Interval:
+    if len(groups) < 2:
+        return None
+    mean = float(np.mean([value for group in groups for value in group]))
+    half = float(stdtrit(len(groups) - 1, (1 + CONFIDENCE) / 2)) * spread(groups)
+    return mean - half, mean + half
+
+
+def interval_of_share(groups: Sequence[Sequence[float]]) -> Interval:
+    total = sum(map(len, groups))
+    share = sum(map(sum, groups)) / total
+    if len(groups) < 2:
+        return wilson(share, 1, float(ndtri((1 + CONFIDENCE) / 2)))
+    error, independent = spread(groups), math.sqrt(share * (1 - share) / total)
+    tries = total * min(1.0, (independent / error) ** 2) if error else float(total)
+    return wilson(share, tries, float(stdtrit(len(groups) - 1, (1 + CONFIDENCE) / 2)))

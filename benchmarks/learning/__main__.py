@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from benchmarks.harness import CORES, CORRECT_ONLY, ROOT, Commands, Result, rows_of, say, summary_of
+from benchmarks.harness import (
+    CORES,
+    CORRECT_ONLY,
+    ROOT,
+    Commands,
+    Result,
+    markdown,
+    rows_of,
+    say,
+    summary_of,
+    with_figures,
+)
 from benchmarks.learning.curve import curve
 from benchmarks.learning.raicl import raicl, suite_index
 from benchmarks.learning.study import Answers, RunStudy, core_seconds, gain, share, splits
@@ -29,11 +39,8 @@ START = "start"
 """The policy before any training."""
 LEVEL = 2
 SPENT = {"samples": "", "seconds": " s", "core_seconds": " s"}
-TITLES = {"train": "training problems", "heldout": "held-out problems"}
-PAGE, PICTURE = ROOT / "docs" / "methods.md", ROOT / "docs" / "pictures" / "methods.svg"
-BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
-
-
+PAGE = ROOT / "docs" / "methods.md"
+MARKS = "<!-- measured -->", "<!-- /measured -->"
 GROUPS, GROUP = 8, 10
 """Of an update in all recipes."""
 UNEVALUATED = "eval_samples=0"
@@ -67,7 +74,7 @@ def methods(
     rollouts: Annotated[int, "of each run, demonstrations of sft; 0: as each recipe has them"] = 0,
     seconds: Annotated[float, "of each run's training, with as many rollouts as it manages; 0: not by time"] = 0,
     jobs: Annotated[int, "arms beside each other; two cores or more for each"] = 1,
-    write: Annotated[bool, "put table and chart into docs/methods.md"] = False,
+    write: Annotated[bool, "put the tables into docs/methods.md"] = False,
 ) -> Result:
     """What does each method of training bring? Every method from the same policy, on level 2, at equal cost.
 
@@ -91,9 +98,7 @@ def methods(
             say(name, f"equal {kind}", found)
         return answers
 
-    arms = [(method, seed) for seed in seeds for method in (START, *methods)]
-    with ThreadPoolExecutor(jobs) as pool:
-        done = dict(zip(arms, pool.map(arm, arms), strict=True))
+    done = study.arms([(method, seed) for seed in seeds for method in (START, *methods)], arm)
     every = (START, *methods)
     report: Result = {"seeds": len(seeds), "samples": samples, "cores": len(CORES), "cores_each": study.cores_each}
     report["equal"] = {
@@ -161,48 +166,24 @@ def tables(report: Result) -> str:
 
 
 def table(part: Result) -> str:
-    lines = [
-        "| method | training problems | gain (95 %) | held-out ones | gain (95 %) | samples | training | CPU time |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    columns = "training problems", "gain (95 %)", "held-out ones", "gain (95 %)", "samples", "training", "CPU time"
+    rows = []
     for method, by_split in part["methods"].items():
         cells = [f"`{method}`" if method != START else "SFT policy (start)"]
-        for split in TITLES:
-            found = by_split[split]
-            cells.append(f"{found['correct']:.1%}")
+        for found in by_split.values():
             g = found.get("gain")
-            cells.append(f"{g['mean']:+.1%} ({g['lo']:+.1%} … {g['hi']:+.1%})" if g else "")
+            cells += [f"{found['correct']:.1%}", f"{g['mean']:+.1%} ({g['lo']:+.1%} … {g['hi']:+.1%})" if g else ""]
         spent = part["cost"].get(method)
-        cells += [f"{spent[what]:.0f}{unit}" for what, unit in SPENT.items()] if spent else [""] * len(SPENT)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def draw(report: Result) -> str:
-    part = next(iter(report["equal"].values()))
-    rows = {
-        method: [plots.Dot(g["mean"], g["lo"], g["hi"]) for g in (by_split[split]["gain"] for split in TITLES)]
-        for method, by_split in part["methods"].items()
-        if method != START
-    }
-    words = {
-        "title": "Correct answers over those of the SFT policy",
-        "y": f"level {LEVEL}, {report['seeds']} seeds, 95 % intervals over problems",
-        "x": "share of answers",
-    }
-    return str(plots.dot_chart(rows, list(TITLES.values()), label=words["title"], standalone=words))
+        rows.append([*cells, *(f"{spent[what]:.0f}{unit}" if spent else "" for what, unit in SPENT.items())])
+    return markdown(["method", *columns], rows)
 
 
 def write_page(report: Result) -> None:
-    """The measured part of docs/methods.md, and its chart."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    where = f"{report['cores']} cores {report['cores_each']} for each run"
+    """The measured part of docs/methods.md."""
+    where = f"{report['cores']} cores, {report['cores_each']} for each run"
     what = f"{report['seeds']} seeds, {report['samples']} answers a problem in each evaluation; {where}."
-    picture = f"![gains by method](pictures/{PICTURE.name})"
-    PAGE.write_text(f"{before}{BEGIN}\n{tables(report)}\n\n{what}\n\n{picture}\n{END}{after}", encoding="utf-8")
-    PICTURE.write_text(draw(report), encoding="utf-8")
+    text = with_figures(PAGE.read_text(encoding="utf-8"), MARKS, f"{tables(report)}\n\n{what}")
+    PAGE.write_text(text, encoding="utf-8")
 
 
 # ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -241,7 +222,6 @@ def turns(
     updates: Annotated[int, "of each run, 64 rollouts each"] = 14,
     jobs: Annotated[int, "arms beside each other; two cores or more for each"] = 1,
     heldout: Annotated[bool, "evaluate held-out problems alone"] = False,
-    shown: Annotated[bool, "evaluate once more, with retrieved examples in each first prompt"] = False,
     plot: Annotated[Path | None, "write a chart there"] = None,
 ) -> Result:
     """Does training on refinement turns pay? One policy, trained on single turns and on as many rollouts of up to four.
@@ -254,7 +234,7 @@ def turns(
     index = suite_index(study.folder / "index")
     policy = policy or str(study.make_policy(settings=["mode=multi_turn", *EXAMPLES, f"prompt.index={index}"]))
 
-    def arm(wanted: tuple[str, int]) -> list[Answers]:
+    def arm(wanted: tuple[str, int]) -> Answers:
         name, seed = f"{wanted[0]}-{wanted[1]}", wanted[1]
         run: Path | str = policy
         if wanted[0] != START:
@@ -263,30 +243,22 @@ def turns(
             run = study.train(name, ROOT / "configs" / "default.yaml", *settings)
         words = ["--turns", TURNS, "--samples", samples, "turns.stop=correct", f"seed={1000 + seed}"]
         words += ["--heldout"] if heldout else []
-        answers = [study.evaluate(name, run, *words, *REWARD, "prompt.index=null")]
-        if shown:
-            with_examples = ("--raicl", index, EXAMPLES[1], *CORRECT_ONLY)
-            answers.append(study.evaluate(f"{name}-shown", run, *words, *with_examples))
-        say(name, *(_by_turn([one], list(one)) for one in answers))
+        answers = study.evaluate(name, run, *words, *REWARD, "prompt.index=null")
+        say(name, _by_turn([answers], list(answers)))
         return answers
 
-    wanted = [(name, seed) for seed in seeds for name in arms]
-    with ThreadPoolExecutor(jobs) as pool:
-        done = dict(zip(wanted, pool.map(arm, wanted), strict=True))
+    done = study.arms([(name, seed) for seed in seeds for name in arms], arm)
+    found = {name: [done[name, seed] for seed in seeds] for name in arms}
+    asked = {split: of for split, of in splits().items() if split != "train" or not heldout}
     report: Result = {"seeds": seeds, "samples": samples, "updates": updates}
-    for number, kind in enumerate(("plain", "shown") if shown else ("plain",)):
-        found = {name: [done[name, seed][number] for seed in seeds] for name in arms}
-        report[kind] = {
-            split: _compared(found, of) for split, of in splits().items() if split != "train" or not heldout
-        }
+    report |= {split: _compared(found, of) for split, of in asked.items()}
     for name in arms:
         if name != START:
             report[f"{name}_answers"] = [len(rows_of(study.folder / f"{name}-{seed}")) for seed in seeds]
         report[f"{name}_compile_fix_rate"] = _fix_rate([study.evaluation(f"{name}-{seed}") for seed in seeds])
     if plot:
         plot.parent.mkdir(parents=True, exist_ok=True)
-        drawn = {name: [done[name, seed][0] for seed in seeds] for name in arms}
-        plot.write_text(_drawn(drawn, splits()["heldout" if heldout else "train"]), encoding="utf-8")
+        plot.write_text(_drawn(found, next(iter(asked.values()))), encoding="utf-8")
     return report
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -47,9 +46,7 @@ def curve(
         say(path.name, found)
         return found
 
-    arms = [(count, seed) for seed in seeds for count in counts]
-    with ThreadPoolExecutor(jobs) as pool:
-        done = dict(zip(arms, pool.map(run, arms), strict=True))
+    done = study.arms([(count, seed) for seed in seeds for count in counts], run)
     found = {str(count): [done[count, seed] for seed in seeds] for count in counts}
     last = {count: bootstrap([one["after"] for one in of]) for count, of in found.items()}
     return {"runs": found, "after": last, "cores_each": study.cores_each}

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import queue
+import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from benchmarks.harness import CORES, bootstrap, kbrl, rows_of, say, summary_of
+from kbrl_async.kernels.answers.extraction import extract
 from kbrl_async.kernels.problems import load_suite
+from kbrl_async.lab.small_policy.author import CAREFUL, Author
+from kbrl_async.lab.small_policy.languages import respond
+from kbrl_async.lab.small_policy.specs import SPECS
 from kbrl_async.runs import origins
 from kbrl_async.runs.config import load
 
@@ -20,19 +28,26 @@ Answers = dict[str, list[int]]
 NEVER = 1000
 LEVELS = (1, 2, 3)
 """Of the default run."""
+Arm = TypeVar("Arm")
+Found = TypeVar("Found")
 
 
 class RunStudy:
     """Runs and their evaluations in a folder, each made once; several beside each other, on cores of their own."""
 
-    def __init__(self, folder: Path, jobs: int = 1) -> None:
-        self.folder = folder.resolve()
+    def __init__(self, folder: Path, jobs: int = 1, cache: Path | None = None) -> None:
+        self.folder, self._jobs = folder.resolve(), jobs
         (self.folder / "printed").mkdir(parents=True, exist_ok=True)
-        self.where = [f"log_path={self.folder}", f"cache_path={self.folder / 'cache'}"]
+        self.where = [f"log_path={self.folder}", f"cache_path={cache or self.folder / 'cache'}"]
         self.cores_each = max(1, len(CORES) // jobs)
         self._free: queue.Queue[list[int]] = queue.Queue()
         for job in range(jobs):
             self._free.put(CORES[job * self.cores_each : (job + 1) * self.cores_each] or CORES)
+
+    def arms(self, wanted: Sequence[Arm], run: Callable[[Arm], Found]) -> dict[Arm, Found]:
+        """What each came to, as many beside each other as there are jobs."""
+        with ThreadPoolExecutor(self._jobs) as pool:
+            return dict(zip(wanted, pool.map(run, wanted), strict=True))
 
     def make_policy(self, *sources: Path, settings: Sequence[str] = ()) -> Path:
         config = load(sources, [*self.where, *settings])
@@ -66,6 +81,12 @@ class RunStudy:
             kbrl(*words, *self.where, f"name={name}", log=self.folder / "printed" / f"{name}.log", cores=mine)
         finally:
             self._free.put(mine)
+
+
+def right_kernel(problem_id: str, rng: random.Random) -> str:
+    """One that the small policy's author might write: fast, slow or between."""
+    author = Author(rng, msgspec.structs.replace(CAREFUL, fast=0.5))
+    return extract(respond(SPECS[problem_id], author, "c")).source
 
 
 def core_seconds(run: Path) -> float:

@@ -7,13 +7,9 @@ import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
-import msgspec
-
 from benchmarks.harness import Result
-from kbrl_async.lab.small_policy.author import CAREFUL, Author
-from kbrl_async.lab.small_policy.families.source import render_answer
-from kbrl_async.lab.small_policy.specs import HELDOUT, SPECS
-from kbrl_async.rollouts.prompts import extract
+from benchmarks.learning.study import right_kernel
+from kbrl_async.lab.small_policy.specs import HELDOUT
 from kbrl_async.runs.archive.archive import ArchiveReader
 
 STYLES = 60
@@ -43,10 +39,9 @@ def wrong(*runs: str) -> Result:
 
 
 def _right(problem_id: str) -> dict[str, set[tuple[str, ...]]]:
-    spec, found = SPECS[problem_id], defaultdict[str, set[tuple[str, ...]]](set)
+    found = defaultdict[str, set[tuple[str, ...]]](set)
     for seed in range(STYLES):
-        author = Author(random.Random(seed), msgspec.structs.replace(CAREFUL, fast=0.5))
-        for name, part in _parts(extract(render_answer(spec.module(), spec.answer(author), author)).source).items():
+        for name, part in _parts(right_kernel(problem_id, random.Random(seed))).items():
             found[name].add(part)
     return found
 

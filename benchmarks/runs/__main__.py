@@ -19,15 +19,16 @@ from typing import Annotated
 
 from benchmarks.harness import (
     CORRECT_ONLY,
-    ROOT,
     Commands,
     Result,
     environment,
+    kbrl_command,
+    markdown,
     rows_of,
     say,
     summary_of,
     updates_of,
-)
+)  # fmt: skip
 from benchmarks.runs import soak, viewing
 from kbrl_async.lab.chaos.driver import LOAD_PAUSE_S
 from kbrl_async.runs.archive.archive import UpdateRow
@@ -60,16 +61,16 @@ def segments(
     process was, the held-out problems before and after. --updates is for runs that are compared by their rate
     (max_staleness=0 beside 2). The anchor is the run's own first half.
     """
-    words = [sys.executable, "-m", "kbrl_async", "train", "--config", config, f"name={name}", f"log_path={runs}"]
+    words = kbrl_command("train", "--config", config, f"name={name}", f"log_path={runs}", *settings)
     folder, made = runs / name, list[Result]()
     while not made or not _is_over(folder, updates):
-        made.append(_segment([*words, *settings], folder, 60 * minutes, updates))
+        made.append(_segment(words, folder, 60 * minutes, updates))
         say(made[-1])
         if made[-1]["exit_code"] not in (0, 128 + signal.SIGINT, -signal.SIGINT):
             sys.exit(f"segment {len(made)} failed; see {folder}")
     found, summary = updates_of(folder), summary_of(folder)
     gaps = _between(found, [one["begun"] for one in made])
-    _table(found, gaps, folder)
+    print(_table(found, gaps, folder))
     measured = [gap for gap in gaps if gap is not None]
     half = len(measured) // 2
     return {
@@ -88,8 +89,7 @@ def segments(
 def _segment(words: list[str], folder: Path, seconds: float, updates: int) -> Result:
     """Runs until its end, its time or its last update; then Ctrl-C."""
     begun, before = time.time(), len(updates_of(folder))
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": path}, stdout=sys.stderr)
+    process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": environment()["PYTHONPATH"]}, stdout=sys.stderr)
     while process.poll() is None and time.time() - begun < seconds and not _is_over(folder, updates):
         time.sleep(LOOK_S)
     is_ending = bool(summary_of(folder))
@@ -118,18 +118,17 @@ def _quartiles(values: list[float]) -> list[float]:
     return quantiles(values, n=4) if len(values) > 2 else values
 
 
-def _table(updates: list[UpdateRow], gaps: list[float | None], folder: Path) -> None:
+def _table(updates: list[UpdateRow], gaps: list[float | None], folder: Path) -> str:
     by_batch: dict[str, list[tuple[bool, bool]]] = {}
     for row in rows_of(folder):
         by_batch.setdefault(row.batch_id, []).append((row.compiled, row.correct))
-    print("| update | seconds since the one before | compiled | correct | " + " | ".join(COLUMNS) + " |")
-    print("|" + "---|" * (len(COLUMNS) + 4))
+    rows = []
     for update, gap in zip(updates, [None, *gaps], strict=True):
-        rows = by_batch.get(update.batch_id, [])
-        shares = [f"{fmean(column):.0%}" for column in zip(*rows, strict=True)] or ["–", "–"]
+        answers = by_batch.get(update.batch_id, [])
+        shares = [f"{fmean(column):.0%}" for column in zip(*answers, strict=True)] or ["–", "–"]
         shown = [f"{update.metrics[name]:.4g}" if name in update.metrics else "–" for name in COLUMNS]
-        since = "–" if gap is None else f"{gap:.1f}"
-        print("| " + " | ".join([str(update.version), since, *shares, *shown]) + " |")
+        rows.append([str(update.version), "–" if gap is None else f"{gap:.1f}", *shares, *shown])
+    return markdown(["update", "seconds since the one before", "compiled", "correct", *COLUMNS], rows)
 
 
 # ── faults ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -156,8 +155,7 @@ def chaos(
         words = ["--train", "--random", faults, "--seed", seed, "--every", every, "--json", f"name=chaos-{seed}"]
         words += ["max_steps=1000", f"max_minutes={faults * every / 60 + SPARE_MINUTES:.1f}"]
         words += [*(CORRECT_ONLY if untimed else ()), *overrides]
-        command = [sys.executable, "-m", "kbrl_async", "chaos", *map(str, words)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment(), check=False)
+        done = subprocess.run(kbrl_command("chaos", *words), stdout=subprocess.PIPE, text=True, env=environment())
         try:
             results[seed] = _summed_up(json.loads(done.stdout))
         except json.JSONDecodeError:

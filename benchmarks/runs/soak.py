@@ -16,17 +16,18 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import psutil
 from scipy.stats import theilslopes
 
-from benchmarks.harness import ROOT, Result, environment, say
+from benchmarks.harness import ROOT, Result, environment, kbrl_command, say
+from kbrl_async.lab.chaos.processes import ProcessRole, census
 
 EVERY_S = 10.0
 SLACK_MB = 6.0
@@ -62,8 +63,6 @@ class ProcessSample(NamedTuple):
     """What is its own and in no file: the kernel can't take it back, as it does with pages of libraries."""
     fds: int
     threads: int
-    family: int
-    """Processes below it."""
 
 
 def soak(
@@ -104,47 +103,27 @@ def soak(
 # ── samples ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def sample(root: psutil.Process) -> list[ProcessSample]:
-    """Every process below `root`, named by the service it belongs to and its place there."""
-    out = [_measure("train", root)] if root.is_running() else []
-    for relay in _children(root):
-        for nanny in _children(relay):
-            service = _service(nanny)
-            out += [_measure(f"{service} relay", relay), _measure(f"{service} nanny", nanny)]
-            for worker in _children(nanny):
-                out.append(_measure(service, worker))
-                out += [_measure(f"{service} {_role(below)}", below) for below in _children(worker, recursive=True)]
-    return [found for found in out if found is not None]
+def sample(root: psutil.Process, run_dir: Path) -> list[ProcessSample]:
+    """Every process of the run, named by the service it belongs to and its place there."""
+    named = [("train", root.pid), *(("train relay", relay.pid) for relay in _children(root))]
+    roles = {ProcessRole.CHILD: ""}
+    named += [(f"{one.instance} {roles.get(one.role, one.role)}".strip(), one.pid) for one in census(run_dir)]
+    return [found for name, pid in named if (found := _measure(name, pid)) is not None]
 
 
-def _children(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
+def _children(process: psutil.Process) -> list[psutil.Process]:
     with contextlib.suppress(psutil.Error):
-        return process.children(recursive=recursive)
+        return process.children()
     return []
 
 
-def _service(nanny: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
-        return nanny.environ().get("HONCHO_PROCESS_NAME", nanny.name())
-    return "ended"
-
-
-def _role(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
-        words = process.cmdline()
-        if "-m" in words[:-1]:
-            return words[words.index("-m") + 1].rpartition(".")[2]
-        return Path(words[0]).name if words else process.name()
-    return "ended"
-
-
-def _measure(name: str, process: psutil.Process) -> ProcessSample | None:
+def _measure(name: str, pid: int) -> ProcessSample | None:
     with contextlib.suppress(psutil.Error, OSError, KeyError):
-        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        process = psutil.Process(pid)
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         kb = {words[0]: float(words[1]) for words in map(str.split, lines) if words[-1] == "kB"}
         rss, anon = kb["VmRSS:"] / 1024, (kb["RssAnon:"] + kb["VmSwap:"]) / 1024
-        family = len(process.children(recursive=True))
-        return ProcessSample(name, process.pid, rss, anon, process.num_fds(), process.num_threads(), family)
+        return ProcessSample(name, pid, rss, anon, process.num_fds(), process.num_threads())
     return None
 
 
@@ -159,19 +138,13 @@ def sizes(run_dir: Path, cache: Path, scratch: Path) -> dict[str, tuple[int, int
 
 
 def _size(*paths: Path) -> tuple[int, int]:
-    count = total = 0
-    for path in paths:
-        for file in [path, *_below(path)]:
-            with contextlib.suppress(OSError):
-                total += file.lstat().st_blocks * 512
-                count += 1
-    return total, count
-
-
-def _below(folder: Path) -> Iterator[Path]:
     """Folders come and go while they are looked at, which `os.walk` does not mind."""
-    for parent, folders, files in os.walk(folder):
-        yield from (Path(parent, name) for name in (*folders, *files))
+    below = (Path(parent, name) for path in paths for parent, *names in os.walk(path) for name in chain(*names))
+    found = []
+    for file in (*paths, *below):
+        with contextlib.suppress(OSError):
+            found.append(file.lstat().st_blocks * 512)
+    return sum(found), len(found)
 
 
 def rollouts(run_dir: Path) -> dict[str, int]:
@@ -189,21 +162,12 @@ def rollouts(run_dir: Path) -> dict[str, int]:
     return {"generated": 0, "compiled": 0, "verified": 0, "version": 0}
 
 
-class SoakSamples:
+class SoakSamples(NamedTuple):
     """All samples, by time since the start."""
 
-    def __init__(self) -> None:
-        self.processes: list[tuple[float, list[ProcessSample]]] = []
-        self.stores: list[tuple[float, dict[str, tuple[int, int]]]] = []
-        self.work: list[tuple[float, dict[str, int]]] = []
-        self.pids: dict[str, list[int]] = collections.defaultdict(list)
-
-    def add(
-        self, at: float, found: list[ProcessSample], stores: dict[str, tuple[int, int]], work: dict[str, int]
-    ) -> None:
-        self.processes.append((at, found))
-        self.stores.append((at, stores))
-        self.work.append((at, work))
+    processes: list[tuple[float, list[ProcessSample]]]
+    stores: list[tuple[float, dict[str, tuple[int, int]]]]
+    work: list[tuple[float, dict[str, int]]]
 
     def lasting(self, since: float) -> dict[str, list[tuple[float, ProcessSample]]]:
         """Series of the processes that lived through most of the time after `since`; a name each, twins numbered."""
@@ -230,12 +194,7 @@ def trend(points: Iterable[Point]) -> dict[str, float]:
     quarter = max(1, len(values) // 4)
     first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
     slope = float(theilslopes(values, times)[0]) * 3600 if len(set(times)) > 1 else 0.0
-    return {
-        "first": first,
-        "last": last,
-        "ratio": last / first if first else 1.0,
-        "slope_h": slope,
-    }
+    return {"first": first, "last": last, "ratio": last / first if first else 1.0, "slope_h": slope}
 
 
 def judged(
@@ -243,12 +202,15 @@ def judged(
 ) -> Result:
     since = min(warm_up_s, record.processes[-1][0] / 4)
     end = record.processes[-1][0] - 20  # the last samples are of processes that are stopping
-    record.processes = [entry for entry in record.processes if entry[0] <= end]
-    record.stores = [entry for entry in record.stores if entry[0] <= end]
+    processes, stores = (
+        [one for one in record.processes if one[0] <= end],
+        [one for one in record.stores if one[0] <= end],
+    )
+    record = SoakSamples(processes, stores, record.work)
     first = next(work for at, work in record.work if at >= since)
     done = {key: value - first[key] for key, value in record.work[-1][1].items()}
-    processes, wrong = judge_processes(record, since, tolerance)
-    stores, unbounded = judge_stores(record, since, tolerance, done["generated"])
+    by_process, wrong = judge_processes(record, since, tolerance)
+    by_store, unbounded = judge_stores(record, since, tolerance, done["generated"])
     wrong += unbounded + [f"left behind: {kind} {names[:3]}" for kind, names in left.items() if names]
     if done["verified"] < done["generated"] / 10:
         wrong.append(f"no full load: {done}; the policy writes too little that compiles")
@@ -261,8 +223,8 @@ def judged(
         "warm_up_minutes": since / 60,
         "work": done,
         "rollouts_per_hour": 3600 * done["generated"] / (record.work[-1][0] - since),
-        "processes": processes,
-        "stores": stores,
+        "processes": by_process,
+        "stores": by_store,
         "left_behind": left,
     }
 
@@ -271,13 +233,7 @@ def judge_processes(record: SoakSamples, since: float, tolerance: float) -> tupl
     figures: dict[str, Any] = {}
     wrong: list[str] = []
     for name, points in record.lasting(since).items():
-        kinds: dict[str, Callable[[ProcessSample], float]] = {
-            "rss_mb": lambda p: p.rss_mb,
-            "anon_mb": lambda p: p.anon_mb,
-            "fds": lambda p: p.fds,
-            "threads": lambda p: p.threads,
-        }
-        found = {kind: trend((at, take(p)) for at, p in points) for kind, take in kinds.items()}
+        found = {kind: trend((at, getattr(p, kind)) for at, p in points) for kind in ProcessSample._fields[2:]}
         figures[name] = found
         rss, anon = found["rss_mb"], found["anon_mb"]
         slack = max(SLACK_MB, tolerance * rss["first"])
@@ -348,12 +304,9 @@ def left_behind(run_dir: Path, scratch: Path, segments: set[str], seen: set[int]
 
 @contextlib.contextmanager
 def training(words: list[str], folder: Path, scratch: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "kbrl_async", "train", *words]
+    command, variables = kbrl_command("train", *words), environment(TMPDIR=str(scratch))
     with (folder / "train.txt").open("ab") as output:
-        process = subprocess.Popen(
-            command, env=environment(TMPDIR=str(scratch), NO_COLOR="1"), cwd=folder, stdout=output,
-            stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        process = subprocess.Popen(command, env=variables, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
     try:
         yield process
     finally:
@@ -366,7 +319,7 @@ def watch(
     process: subprocess.Popen[bytes], run_dir: Path, cache: Path, scratch: Path, limit_s: float
 ) -> tuple[SoakSamples, set[int], set[str]]:
     """Samples until the run ends by itself; time counts from the first generated rollout."""
-    record, seen, segments = SoakSamples(), set[int](), set[str]()
+    record, seen, segments = SoakSamples([], [], []), set[int](), set[str]()
     root, begun = psutil.Process(process.pid), time.monotonic()
     trained_from: float | None = None
     while process.poll() is None and time.monotonic() - begun < limit_s:
@@ -374,27 +327,22 @@ def watch(
         now = time.monotonic()
         if work["generated"] and trained_from is None:
             trained_from = now
-        found = sample(root)
+        found = sample(root, run_dir)
         seen |= {p.pid for p in found}
         segments |= shared_memory(found)
         if trained_from is not None:
-            record.add(now - trained_from, found, sizes(run_dir, cache, scratch), work)
-            _show(record)
+            at = now - trained_from
+            record.processes.append((at, found))
+            record.stores.append((at, sizes(run_dir, cache, scratch)))
+            record.work.append((at, work))
+            if len(record.work) % 3 == 1:
+                _show(record)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(EVERY_S)
     return record, seen, segments
 
 
 def _show(record: SoakSamples) -> None:
-    at, found = record.processes[-1]
-    if len(record.processes) % 3 != 1:
-        return
-    named = {p.name: p.rss_mb for p in found if " " not in p.name}
-    stores = record.stores[-1][1]
-    big = {name: f"{size / 2**20:.1f}" for name, (size, _) in stores.items() if size > 1 << 20}
-    say(
-        f"{at / 60:6.1f} min  {record.work[-1][1]}  RSS "
-        + " ".join(f"{name}={rss:.0f}" for name, rss in named.items())
-        + f"  processes={len(found)}  MB "
-        + " ".join(f"{name}={mb}" for name, mb in big.items())
-    )
+    (at, found), work, stores = record.processes[-1], record.work[-1][1], record.stores[-1][1]
+    rss = {p.name: round(p.rss_mb) for p in found if " " not in p.name}
+    say(at, work, "MB:", rss, {name: size / 2**20 for name, (size, _) in stores.items() if size > 1 << 20})

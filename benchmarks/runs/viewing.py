@@ -9,7 +9,6 @@ import os
 import pty
 import struct
 import subprocess
-import sys
 import tempfile
 import termios
 import threading
@@ -21,7 +20,7 @@ from typing import Annotated
 
 import psutil
 
-from benchmarks.harness import Result, broker_options, broker_process, cpu_s, kbrl
+from benchmarks.harness import Result, broker_options, broker_process, cpu_s, kbrl, kbrl_command
 from kbrl_async.runs.config import Config, to_yaml
 from protocols.messages import Stage
 from services.runtime import Producer, Worker, WorkerOptions, addresses
@@ -80,20 +79,12 @@ SETTLE_S, START_S = 2.0, 120.0
 SIZES = {"80x24": (80, 24), "200x60": (200, 60)}
 
 
-def top(
-    run: Annotated[Path | None, "folder of a running run; default: a system of our own"] = None,
-    /,
-    seconds: float = 20.0,
-    workers: int = 32,
-    tasks: int = 10_000,
-) -> Result:
+def top(seconds: float = 20.0, workers: int = 32, tasks: int = 10_000) -> Result:
     """What `kbrl top` costs: CPU of the viewer and of the broker it asks, with a full queue and many workers.
 
     The viewer runs in a pseudo terminal of 80 × 24 and of 200 × 60, as a person would see it; it may use .03 of a core.
     The anchor is the broker's CPU over the same time without a viewer.
     """
-    if run:
-        return {name: _viewer(run, *size, seconds, None) for name, size in SIZES.items()}
     with _system(workers, tasks) as (folder, broker):
         time.sleep(2)
         begun, before = time.monotonic(), cpu_s(broker)
@@ -145,12 +136,12 @@ async def _populate(folder: Path, workers: int, tasks: int, ready: threading.Eve
     await asyncio.gather(*running, return_exceptions=True)
 
 
-def _viewer(run: Path, columns: int, lines: int, seconds: float, broker: psutil.Process | None) -> Result:
+def _viewer(run: Path, columns: int, lines: int, seconds: float, broker: psutil.Process) -> Result:
     """Share of a core that the viewer and the broker used while one looked on."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     terminal = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": str(lines)}
-    command = [sys.executable, "-m", "kbrl_async", "top", str(run), "--interval", "1"]
+    command = kbrl_command("top", run, "--interval", 1)
     child = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=terminal, start_new_session=True)
     os.close(slave)
     drawn = 0
@@ -167,12 +158,12 @@ def _viewer(run: Path, columns: int, lines: int, seconds: float, broker: psutil.
         while not drawn and time.monotonic() < until:
             time.sleep(0.1)
         time.sleep(SETTLE_S)
-        begun, started, asked, drawn_before = time.monotonic(), cpu_s(process), cpu_s(broker) if broker else 0.0, drawn
+        begun, started, asked, drawn_before = time.monotonic(), cpu_s(process), cpu_s(broker), drawn
         time.sleep(seconds)
         elapsed = time.monotonic() - begun
         return {
             "viewer_core_share": (cpu_s(process) - started) / elapsed,
-            "broker_core_share": (cpu_s(broker) - asked) / elapsed if broker else 0.0,
+            "broker_core_share": (cpu_s(broker) - asked) / elapsed,
             "start_cpu_s": started,
             "rss_mb": process.memory_info().rss / 2**20,
             "kb_drawn_per_s": (drawn - drawn_before) / elapsed / 1000,

@@ -87,7 +87,8 @@ async def service(
     are replaced while everybody writes: two sets of them are made in the temporary folder, 31 GB for the shape 7b.
     On a CPU: --shape tiny.
     """
-    from benchmarks.sampler.model import SHAPES, make_tokenizer, make_weights
+    from benchmarks.harness.models import word_tokenizer
+    from benchmarks.sampler.model import SHAPES, make_weights
 
     sizes = LegSizes(shape, update, 0 if update == "full" else rank, prompt_tokens, max_tokens, every_s)
     with tempfile.TemporaryDirectory(prefix="kbrl-sampler-") as name:
@@ -102,7 +103,7 @@ async def service(
             load_format="dummy" if sizes.rank else "auto",
         )  # fmt: skip
         begun = time.monotonic()
-        engine = await launch(options, make_tokenizer(drawn))
+        engine = await launch(options, word_tokenizer(drawn.vocabulary))
         start_s = time.monotonic() - begun
         say(f"vLLM has started in {start_s:.0f} s")
         bench = SamplerLegs(sizes, folder, engine, drawn.vocabulary, max(at_once))

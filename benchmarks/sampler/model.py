@@ -29,17 +29,6 @@ SHAPES: dict[str, ModelShape] = {
 }
 
 
-def make_tokenizer(shape: ModelShape) -> Any:
-    """A real tokenizer of that many entries, all of them made up: words `t7`, and no end-of-text that is ever drawn."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"t{number}": number for number in range(shape.vocabulary)}
-    fast = Tokenizer(models.WordLevel(words, unk_token="t0"))
-    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="t1")
-
-
 def make_weights(folder: Path, shape: ModelShape, rank: int) -> None:
     """The base, and two adapters or, with `rank` 0, two sets of whole weights, of which the base has the first."""
     base = folder / "base"

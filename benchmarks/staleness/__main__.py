@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import queue
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from benchmarks.harness import CORES, ONE_THREAD, Commands, Result, command, environment, say
+from benchmarks.harness import Commands, Result, say, with_figures
+from benchmarks.harness.crew import Crew, CrewTask
 from benchmarks.staleness import overlap
-from benchmarks.staleness.arm import Arm, ArmResult, Remembering, Study, StudySetting, Verdicts
-from benchmarks.staleness.report import (
-    SettingFigures,
-    findings,
-    hardest,
-    merge,
-    picture,
-    reward_table,
-    stability_table,
-    with_figures,
-)
+from benchmarks.staleness.arm import Arm, ArmResult, StudySetting, working
+from benchmarks.staleness.report import MARKS, SettingFigures, findings, hardest, picture, reward_table, stability_table
 from kbrl_async.runs import origins
 from kbrl_async.runs.config import Config
 
@@ -54,10 +42,6 @@ SETTINGS = {
     "negative-5": StudySetting("negative-5", 20, (*_SMALL, "learning_rate=5e-4", "learner.negative_scale=1")),
 }
 """Eight problems, 32 answers an update; all else as in the default run but for what is said here."""
-WORKERS_PER_CORE = 3
-"""Processes that may be started on a core, one after another's death."""
-WORK = msgspec.json.Decoder(Arm)
-OUTCOMES = msgspec.json.Decoder(ArmResult)
 
 
 def planned(
@@ -68,8 +52,14 @@ def planned(
 
 
 def read(paths: Iterable[Path]) -> list[ArmResult]:
-    lines = (path.read_bytes().splitlines() for path in paths if path.exists())
-    return merge([OUTCOMES.decode(line) for line in part if line.strip()] for part in lines)
+    """All arms of several files in order of their names; each counts once, and the first file that has it wins."""
+    found: dict[str, ArmResult] = {}
+    for path in paths:
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            if b'"arm":' in line:  # a worker that died left a row without one
+                outcome = msgspec.json.decode(line, type=ArmResult)
+                found.setdefault(outcome.arm.key, outcome)
+    return [found[key] for key in sorted(found)]
 
 
 @commands
@@ -84,7 +74,7 @@ def study(
     seeds: tuple[int, ...] = (0, 1, 2),
     jobs: Annotated[int, "worker processes, one core each"] = 1,
     first_core: Annotated[int, "leave the cores before this one to others"] = 0,
-    minutes: Annotated[float, "no arm is begun that would end later"] = 60.0,
+    minutes: Annotated[float, "after which no further arm is begun"] = 60.0,
     report: Annotated[Path | None, "run nothing: write the figures into this page"] = None,
 ) -> Result | None:
     """Does training stay stable when samples are S versions old? Seeds × S × corrections on the small policy.
@@ -97,96 +87,17 @@ def study(
     found = read([results, *known])
     if report:
         page = report.read_text(encoding="utf-8")
-        report.write_text(with_figures(page, figures_of(found, report)), encoding="utf-8")
+        report.write_text(with_figures(page, MARKS, figures_of(found, report)), encoding="utf-8")
         return None
     policy = policy or str(origins.base_model(Config(), lambda what, share: say(what)))
     have = {outcome.arm.key for outcome in found}
     arms = [arm for arm in planned(settings, corrections, staleness, seeds) if arm.key not in have]
-    Verdicts(cache).close()  # made once, before workers open it all at the same time
-    crew = ArmCrew(results, policy, cache, minutes, arms)
-    started = time.monotonic()
-    crew.run([core for core in CORES if core >= first_core], jobs)
-    return {"arms": crew.done, "left": len(arms) - crew.done, "s": time.monotonic() - started}
-
-
-class ArmCrew:
-    """Worker processes on a core each; arms go out while there is time for one more."""
-
-    def __init__(self, results: Path, policy: str, cache: Path, minutes: float, arms: Sequence[Arm]) -> None:
-        self._results, self._policy, self._cache = results, policy, cache
-        self._left = queue.SimpleQueue[Arm]()
-        self._deadline = time.monotonic() + 60 * minutes
-        self._longest = 0.0
-        self._lock = threading.Lock()
-        self.done = 0
-        for arm in arms:
-            self._left.put(arm)
-
-    def run(self, cores: Sequence[int], jobs: int) -> None:
-        threads = [threading.Thread(target=self._serve, args=(cores[n % len(cores)],)) for n in range(jobs)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def _serve(self, core: int) -> None:
-        """A worker on this core, and a new one where it dies, until nothing or no time is left."""
-        for _ in range(WORKERS_PER_CORE):
-            if self._employ(core):
-                return
-
-    def _employ(self, core: int) -> bool:
-        """Whether the worker lived to the end."""
-        words = command("staleness", "work", core, self._policy, self._cache)
-        pipe = subprocess.PIPE
-        with subprocess.Popen(words, env=environment(**ONE_THREAD), stdin=pipe, stdout=pipe) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            while (arm := self._next()) is not None:
-                started = time.monotonic()
-                process.stdin.write(msgspec.json.encode(arm) + b"\n")
-                process.stdin.flush()
-                line = process.stdout.readline()
-                if not line:
-                    say(f"the worker on core {core} ended in {arm.key}")
-                    return False
-                self._keep(line, time.monotonic() - started)
-            process.stdin.close()
-        return True
-
-    def _next(self) -> Arm | None:
-        if time.monotonic() + 1.1 * self._longest > self._deadline:
-            return None
-        try:
-            return self._left.get_nowait()
-        except queue.Empty:
-            return None
-
-    def _keep(self, line: bytes, seconds: float) -> None:
-        outcome = OUTCOMES.decode(line)
-        with self._lock:
-            with self._results.open("ab") as file:
-                file.write(line)
-            self._longest = max(self._longest, seconds)
-            self.done += 1
-        after = {name: round(value, 3) for name, value in outcome.after.items()}
-        say(outcome.arm.key, after, outcome.seconds, f"{outcome.verified} verified, {seconds:.0f} s")
-
-
-@commands.inner
-def work(core: int, policy: str, cache: Path, /) -> None:
-    """A worker process: arms come as lines, outcomes go as lines. One core, one thread."""
-    import torch
-
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # whatever a library prints must not come between the lines
-    with Remembering.open(cache) as judge:
-        for line in sys.stdin.buffer:
-            arm = WORK.decode(line)
-            outcome = Study(arm, SETTINGS[arm.setting], CORRECTIONS[arm.correction], policy, judge).run()
-            answers.write(msgspec.json.encode(outcome) + b"\n")
+    tasks = [CrewTask(arm.key, (arm, SETTINGS[arm.setting], CORRECTIONS[arm.correction])) for arm in arms]
+    crew, done, started = Crew(jobs, 60 * minutes, 3600.0, results, again=("host",)), 0, time.monotonic()
+    for row in crew.run(tasks, partial(working, policy, cache, first_core)):
+        done += "arm" in row
+        say(row["name"], {name: row.get(name) for name in ("state", "after", "seconds", "verified")})
+    return {"arms": done, "left": len(arms) - done, "s": time.monotonic() - started}
 
 
 def figures_of(outcomes: Sequence[ArmResult], page: Path) -> str:

@@ -4,9 +4,9 @@
 
     versions v0 … vt in memory ─ v(t−S) ─▶ sampler ─▶ build, verify (or the verdict of the same source) ─▶ reward
           ▲                                                                                              │
-          └──────────────── v(t+1) ◀─ Trainer.step ◀─ batch with advantages ◀─ group book ◀──────────────┘
+          └──────────────── v(t+1) ◀─ Trainer.step ◀─ groups with advantages ◀─────────────────────────────┘
 
-Everything but the order of events is the run's own: prompts, running batch, builder, bench, scoring, book, trainer.
+All but the order of events is the run's own: prompts, running batch, builder, bench, scoring, advantages, trainer.
 
 Invariants
 * Update t trains on samples of version max(0, t − S), never on others.
@@ -19,23 +19,29 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import os
 import random
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 
-from benchmarks.harness import CORRECT_ONLY, Halves, verifying
+from benchmarks.harness import CORES, CORRECT_ONLY, ONE_THREAD, Result, rounded
+from benchmarks.harness.crew import Work
 from kbrl_async.errors import InfraError, NonFiniteLoss
-from kbrl_async.kernels.settings import CompileFarm
+from kbrl_async.kernels.funnel import Verifier, VerifyOptions
+from kbrl_async.kernels.settings import CompileFarm, TimingBench
+from kbrl_async.kernels.verify import bench_options
 from kbrl_async.learning.policies.models import DTYPES, load_model, load_tokenizer
 from kbrl_async.learning.trainer import Trainer
-from kbrl_async.rollouts.buffer.buffer import RolloutBuffer, rollout_ids
-from kbrl_async.rollouts.buffer.events import BatchMade
+from kbrl_async.rollouts.buffer.batching import train_groups
+from kbrl_async.rollouts.buffer.buffer import rollout_ids
+from kbrl_async.rollouts.buffer.group import Group
+from kbrl_async.rollouts.buffer.rules import BatchRules
 from kbrl_async.rollouts.prompts import render_prompt
 from kbrl_async.rollouts.rewards.presets import find_presets
 from kbrl_async.rollouts.scoring import ScoredTurn, score
@@ -48,10 +54,13 @@ from protocols.records import (
     BenchReport,
     BuildReport,
     Candidate,
+    Fault,
     Generation,
     Problem,
     RolloutRequest,
     SamplingParams,
+    TrainGroup,
+    TrainSample,
     Verdict,
 )
 from protocols.rollout import Frame, Record
@@ -134,22 +143,40 @@ def config_of(setting: StudySetting, words: Sequence[str], seed: int, policy: st
 
 
 class Verdicts:
-    """Build and bench reports by problem and candidate, in a file that several processes share."""
+    """Builds and verifies candidates, each source of a problem once: in a file that several processes share."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, verifier: Verifier | None = None) -> None:
+        self._verifier, self.verified = verifier, 0
         self._db = sqlite3.connect(path, timeout=60.0, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=OFF")
+        for words in ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=OFF"):
+            self._db.execute(words)
         self._db.execute("CREATE TABLE IF NOT EXISTS verdicts (key BLOB PRIMARY KEY, frames BLOB) WITHOUT ROWID")
-        self._decoder = msgspec.msgpack.Decoder(list[BuildReport | BenchReport])
 
     def get(self, problem: Problem, candidate: Candidate) -> list[BuildReport | BenchReport] | None:
         row = self._db.execute("SELECT frames FROM verdicts WHERE key = ?", (_key(problem, candidate),)).fetchone()
-        return None if row is None else self._decoder.decode(row[0])
+        return None if row is None else msgspec.msgpack.decode(row[0], type=list[BuildReport | BenchReport])
 
     def put(self, problem: Problem, candidate: Candidate, frames: Sequence[BuildReport | BenchReport]) -> None:
         value = msgspec.msgpack.encode([_plain(frame) for frame in frames])
         self._db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (_key(problem, candidate), value))
+
+    def frames(self, problem: Problem, candidate: Candidate) -> list[BuildReport | BenchReport]:
+        found = self.get(problem, candidate)
+        if found is None:
+            try:
+                found = self._both(problem, candidate)
+            except InfraError:  # a crowded host; what it ended is made anew
+                found = self._both(problem, candidate)
+            self.verified += 1
+            self.put(problem, candidate, found)
+        return found
+
+    def _both(self, problem: Problem, candidate: Candidate) -> list[BuildReport | BenchReport]:
+        assert self._verifier is not None
+        build = self._verifier.build(candidate, problem)
+        if build.fault is not Fault.OK:
+            return [build]
+        return [build, self._verifier.judge("cpu").judge(problem, candidate, build, timing=False)]
 
     def close(self) -> None:
         self._db.close()
@@ -166,33 +193,33 @@ def _key(problem: Problem, candidate: Candidate) -> bytes:
     return hashlib.sha256(msgspec.msgpack.encode([problem.source, candidate.backend, candidate.source])).digest()
 
 
-class Remembering:
-    """Builds and verifies candidates, each source once."""
+@contextlib.contextmanager
+def working(policy: str, cache: Path, first_core: int, number: int, jobs: int) -> Iterator[Work]:
+    """What a worker does with an arm, on a core of its own with one thread."""
+    cores = [core for core in CORES if core >= first_core]
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
+    os.environ.update(ONE_THREAD)
+    torch.set_num_threads(1)
+    options = VerifyOptions(farm=CompileFarm(deadline_s=20.0), bench=bench_options(TimingBench(), "cpu", references=64))
+    with Verifier("cpu", options) as verifier, contextlib.closing(Verdicts(cache, verifier)) as verdicts:
 
-    def __init__(self, halves: Halves, verdicts: Verdicts) -> None:
-        self._halves, self._verdicts = halves, verdicts
-        self.verified = 0
+        def run(given: tuple[Arm, StudySetting, Sequence[str]]) -> Result:
+            outcome = Study(*given, policy, verdicts).run()
+            return {"state": "ok", **rounded(msgspec.to_builtins(outcome))}
 
-    @classmethod
-    @contextlib.contextmanager
-    def open(cls, cache: Path) -> Iterator[Remembering]:
-        with (
-            verifying(CompileFarm(deadline_s=20.0), references=64) as halves,
-            contextlib.closing(Verdicts(cache)) as verdicts,
-        ):
-            yield cls(halves, verdicts)
+        yield run
 
-    def frames(self, problem: Problem, candidate: Candidate) -> list[BuildReport | BenchReport]:
-        found = self._verdicts.get(problem, candidate)
-        if found is None:
-            try:
-                build, bench = self._halves.both(problem, candidate)
-            except InfraError:  # a crowded host; what it ended is made anew
-                build, bench = self._halves.both(problem, candidate)
-            found = [build] if bench is None else [build, bench]
-            self.verified += 1
-            self._verdicts.put(problem, candidate, found)
-        return found
+
+def with_advantages(
+    problems: Mapping[str, Problem], samples: Mapping[str, Sequence[TrainSample]], version: int, rules: BatchRules
+) -> list[TrainGroup]:
+    """The same problems in every arm: a group whose rewards are all alike stays, with advantages of 0."""
+    groups = [
+        Group(name, problem.problem_id, problem.level, len(samples[name]), version,
+              {one.rollout_id: [one] for one in samples[name]})
+        for name, problem in problems.items()
+    ]  # fmt: skip
+    return train_groups(groups, rules)
 
 
 class MemorySampler:
@@ -230,15 +257,11 @@ class MemorySampler:
 class Study:
     """One arm, from the first policy to the last."""
 
-    def __init__(self, arm: Arm, setting: StudySetting, words: Sequence[str], policy: str, judge: Remembering) -> None:
+    def __init__(self, arm: Arm, setting: StudySetting, words: Sequence[str], policy: str, judge: Verdicts) -> None:
         self.arm, self.setting, self._judge = arm, setting, judge
         self._config = config_of(setting, words, arm.seed, policy)
         self._plan = plan_of(self._config)
         self._training = spread(self._plan.training, setting.problems)
-        # The same problems in every arm: a group whose rewards are all alike stays, with advantages of 0.
-        lag = max(arm.staleness, self._plan.buffer.max_staleness)
-        rules = msgspec.structs.replace(self._plan.buffer, filter_zero_variance=False, max_staleness=lag)
-        self._book = RolloutBuffer(rules)
         self._preset = find_presets(msgspec.structs.replace(self._config.reward, preset="stage2"))[0]
         self._trainer: Trainer = make_trainer(self._config, policy, "cpu")
         self._sampler = MemorySampler(policy, setting.sampler, max(arm.staleness + 1, setting.eval_last))
@@ -259,40 +282,28 @@ class Study:
         after = dict.fromkeys(before, 0.0)
         if not failure:
             after = self.evaluate(evaluated_versions(len(history), self.setting.eval_last))
-        seconds = {name: round(value, 2) for name, value in self.seconds.items()}
-        return ArmResult(
-            self.arm, len(history), before, after, history, seconds, self._judge.verified - verified, failure
-        )
+        verified = self._judge.verified - verified
+        return ArmResult(self.arm, len(history), before, after, history, self.seconds, verified, failure)
 
     def update(self, update: int) -> dict[str, float]:
         """One batch and the version that it makes."""
         version = source_version(update, self.arm.staleness)
-        problems = self._problems(update)
-        now = float(update)
-        for problem in problems:
-            self._book.take(self._book.admission(problem.problem_id, problem.level, self._config.group_size, now))
-        awaited = list(self._book.open_rollouts())
-        scored = self._rollouts(version, update, list(zip(awaited, problems, strict=True)), self._config.group_size)
-        for group_id, members in scored.items():
-            for one in members:
-                self._book.take(self._book.scored(group_id, one.sample.rollout_id, [one.sample], now))
-        made = self._book.take(self._book.poll(now)).event
-        assert isinstance(made, BatchMade), "every group of the update is complete"
-        groups = self._book.train_groups(made.batch_id)
+        problems = {f"g{update}-{number}": problem for number, problem in enumerate(self._problems(update))}
+        scored = self._rollouts(version, update, list(problems.items()), self._config.group_size)
+        samples = {name: [one.sample for one in turns] for name, turns in scored.items()}
+        given = with_advantages(problems, samples, version, self._plan.buffer)
         started = time.process_time()
-        metrics = self._trainer.step(groups, self._config.temperature, version=update)
+        metrics = self._trainer.step(given, self._config.temperature, version=update)
         self.seconds["train"] += time.process_time() - started
-        self._book.take(self._book.trained(made.batch_id, update + 1, now))
-        self._book.check()
         self._sampler.publish(update + 1, self._trainer.model)
         facts = {name: metrics[name] for name in UPDATE_FACTS if name in metrics}
-        return _rounded({**_rates([one for members in scored.values() for one in members]), **facts})
+        return {**_rates([one for members in scored.values() for one in members]), **facts}
 
     def evaluate(self, versions: Sequence[int]) -> dict[str, float]:
         """Fresh answers of these versions to all training problems."""
         asked = [(f"eval-{problem.problem_id}", problem) for problem in self._training]
         scored = [self._rollouts(v, EVALUATION - v, asked, self.setting.eval_samples) for v in versions]
-        return _rounded(_rates([one for each in scored for members in each.values() for one in members]))
+        return _rates([one for each in scored for members in each.values() for one in members])
 
     def _problems(self, update: int) -> list[Problem]:
         """In turn, in an order that is drawn anew for each pass."""
@@ -343,7 +354,3 @@ def _rates(scored: Sequence[ScoredTurn]) -> dict[str, float]:
         "correct": sum(one.stats.correct for one in scored) / n,
         "compiled": sum(one.stats.compiled for one in scored) / n,
     }
-
-
-def _rounded(values: dict[str, float]) -> dict[str, float]:
-    return {name: float(f"{value:.5g}") for name, value in values.items()}

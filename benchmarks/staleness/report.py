@@ -1,8 +1,6 @@
 """What the staleness study found: outcomes of arms → intervals over seeds, tables in Markdown, a picture. Pure.
 
-Invariants
-* An arm counts once, however many files hold it: `merge` keeps the first.
-* An arm whose loss or gradient was not finite ends with reward 0: it is never left out of a mean.
+An arm whose loss or gradient was not finite ends with reward 0: it is never left out of a mean.
 """
 
 from __future__ import annotations
@@ -11,31 +9,18 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
+from benchmarks.harness import markdown
 from benchmarks.staleness.arm import ArmResult
+from kbrl_async.evaluation.proportions import clustered_mean
 from kbrl_async.lab.report import plots
 
-BEGIN, END = "<!-- staleness: figures from here -->", "<!-- staleness: to here -->"
-CONFIDENCE = 0.95
-
-
-def merge(parts: Iterable[Sequence[ArmResult]]) -> list[ArmResult]:
-    """All arms of several files, each once, in order of their names."""
-    found: dict[str, ArmResult] = {}
-    for outcomes in parts:
-        for outcome in outcomes:
-            found.setdefault(outcome.arm.key, outcome)
-    return [found[key] for key in sorted(found)]
+MARKS = "<!-- staleness: figures from here -->", "<!-- staleness: to here -->"
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Mean and half width of Student's interval; no width from a single value."""
-    from scipy import stats  # the report's alone: hosts that only run arms may lack it
-
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, math.nan
-    half = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return mean, float(half)
+    mean, ends = statistics.fmean(values), clustered_mean([[value] for value in values])
+    return mean, (ends[1] - ends[0]) / 2 if ends else math.nan
 
 
 def format_interval(values: Sequence[float]) -> str:
@@ -82,15 +67,15 @@ class SettingFigures:
 
     def change(self, correction: str, staleness: int) -> list[float]:
         """Final reward less that of the same seed at S = 0."""
-        fresh = {o.arm.seed: o.after["reward"] for o in self.of(correction, 0)}
-        stale = {o.arm.seed: o.after["reward"] for o in self.of(correction, staleness)}
-        return [stale[seed] - fresh[seed] for seed in sorted(fresh.keys() & stale.keys())]
+        return self._less((correction, staleness), (correction, 0))
 
     def paired(self, one: str, other: str, staleness: int) -> list[float]:
         """Final reward of `other` less that of `one`, seed by seed."""
-        first = {o.arm.seed: o.after["reward"] for o in self.of(one, staleness)}
-        second = {o.arm.seed: o.after["reward"] for o in self.of(other, staleness)}
-        return [second[seed] - first[seed] for seed in sorted(first.keys() & second.keys())]
+        return self._less((other, staleness), (one, staleness))
+
+    def _less(self, *both: tuple[str, int]) -> list[float]:
+        more, less = ({o.arm.seed: o.after["reward"] for o in self.of(*one)} for one in both)
+        return [more[seed] - less[seed] for seed in sorted(more.keys() & less.keys())]
 
     def ordered(self, first: Sequence[str]) -> list[str]:
         """Corrections: those of `first`, then the others by what is left at the largest staleness."""
@@ -145,12 +130,12 @@ def reward_table(figures: SettingFigures, names: Sequence[str]) -> str:
     """Final reward by correction and S, and the paired change from S = 0 to S = 4."""
     heads = [f"S={s}" for s in figures.stalenesses]
     paired = 4 in figures.stalenesses and 0 in figures.stalenesses
-    rows = [
+    rows = (
         [name, *(format_interval(figures.rewards(name, s)) for s in figures.stalenesses)]
         + ([_change(figures, name)] if paired else [])
         for name in names
-    ]
-    return table(["correction", *heads, *(["S=4 less S=0, paired"] if paired else [])], rows)
+    )
+    return markdown(["correction", *heads, *(["S=4 less S=0, paired"] if paired else [])], rows)
 
 
 def _change(figures: SettingFigures, name: str) -> str:
@@ -160,27 +145,14 @@ def _change(figures: SettingFigures, name: str) -> str:
 
 def stability_table(figures: SettingFigures, names: Sequence[str], staleness: int) -> str:
     """What the updates said of themselves: mean over seeds of each run's worst or last value."""
-    heads = [
-        "correction",
-        "correct",
-        "worse than at the start",
-        "worst late batch",
-        "lowest ESS",
-        "largest mismatch KL",
-        "largest gradient norm",
-        "largest ratio",
-        "entropy, last",
-        "dropped or masked",
-    ]
-    rows = []
-    for name in names:
-        outcomes = figures.of(name, staleness)
-        if outcomes:
-            rows.append([name, *_stability(outcomes)])
-    return table(heads, rows)
+    of = {name: outcomes for name in names if (outcomes := figures.of(name, staleness))}
+    rows = {name: _stability(outcomes) for name, outcomes in of.items()}
+    return markdown(
+        ["correction", *next(iter(rows.values()), {})], ([name, *row.values()] for name, row in rows.items())
+    )
 
 
-def _stability(outcomes: Sequence[ArmResult]) -> list[str]:
+def _stability(outcomes: Sequence[ArmResult]) -> dict[str, str]:
     def mean(value: Callable[[ArmResult], float]) -> float:
         return statistics.fmean(map(value, outcomes))
 
@@ -189,22 +161,17 @@ def _stability(outcomes: Sequence[ArmResult]) -> list[str]:
         for o in outcomes
         if o.history
     ]
-    return [
-        format_interval([o.after["correct"] for o in outcomes]),
-        f"{sum(map(has_diverged, outcomes))} of {len(outcomes)}",
-        _short(mean(worst_late_batch)),
-        f"{mean(lambda o: worst(o, 'ess', min)):.2f}",
-        f"{mean(lambda o: worst(o, 'mismatch_kl', max)):.2g}",
-        f"{mean(lambda o: worst(o, 'grad_norm_max', max)):.2g}",
-        f"{mean(lambda o: worst(o, 'ratio_max', max)):.2g}",
-        f"{mean(lambda o: o.history[-1]['entropy'] if o.history else math.nan):.2f}",
-        f"{100 * statistics.fmean(lost or [0.0]):.1f} %",
-    ]
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return {
+        "correct": format_interval([o.after["correct"] for o in outcomes]),
+        "worse than at the start": f"{sum(map(has_diverged, outcomes))} of {len(outcomes)}",
+        "worst late batch": _short(mean(worst_late_batch)),
+        "lowest ESS": f"{mean(lambda o: worst(o, 'ess', min)):.2f}",
+        "largest mismatch KL": f"{mean(lambda o: worst(o, 'mismatch_kl', max)):.2g}",
+        "largest gradient norm": f"{mean(lambda o: worst(o, 'grad_norm_max', max)):.2g}",
+        "largest ratio": f"{mean(lambda o: worst(o, 'ratio_max', max)):.2g}",
+        "entropy, last": f"{mean(lambda o: o.history[-1]['entropy'] if o.history else math.nan):.2f}",
+        "dropped or masked": f"{100 * statistics.fmean(lost or [0.0]):.1f} %",
+    }
 
 
 def picture(figures: SettingFigures, names: Sequence[str], title: str) -> str:
@@ -221,12 +188,3 @@ def picture(figures: SettingFigures, names: Sequence[str], title: str) -> str:
             lines, label=title, box=plots.STANDALONE, standalone=words, labels="names", x_ticks=figures.stalenesses
         )
     )
-
-
-def with_figures(page: str, figures: str) -> str:
-    """The page with its part between the two marks replaced."""
-    before, mark, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (mark and end):
-        raise ValueError(f"the page needs the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{figures}\n{END}{after}"

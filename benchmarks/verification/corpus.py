@@ -26,8 +26,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from benchmarks.harness import Result, say
+from benchmarks.harness.crew import Crew, CrewTask, Start, Work
 from benchmarks.verification import adapters
-from benchmarks.verification.crew import Crew, CrewTask, Start, Work
 from kbrl_async.errors import KbrlError, ProblemError, UserError
 from kbrl_async.kernels.backends import backend as load_backend
 from kbrl_async.kernels.backends import backends

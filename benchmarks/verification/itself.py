@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from benchmarks.harness import Result, say
-from benchmarks.verification.crew import Crew, CrewTask, Work
+from benchmarks.harness.crew import Crew, CrewTask, Work
 from kbrl_async.kernels.backends.backend import LIBRARY
 from kbrl_async.kernels.funnel.verifier import default_bench
 from kbrl_async.kernels.settings import TimingBench

@@ -17,10 +17,11 @@ import queue
 import random
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -61,15 +62,14 @@ class Item(msgspec.Struct, frozen=True):
     """Answers that were written until this one built."""
 
 
-class LanePhase(msgspec.Struct, frozen=True):
+class LanePhase(NamedTuple):
     """Some of the lanes, all else equal."""
 
     lanes: int
     alone_share: float
-    is_quick: bool
 
     def __str__(self) -> str:
-        return f"{self.lanes} lanes, {self.alone_share:.3g} alone{', quick' if self.is_quick else ''}"
+        return f"{self.lanes} lanes, {self.alone_share:.3g} alone"
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -86,16 +86,10 @@ class Asked(msgspec.Struct, frozen=True):
     rows: str
     timers: int
     backend: str
-    quick: tuple[int, ...]
 
     @property
     def phases(self) -> list[LanePhase]:
-        return [
-            LanePhase(lanes, share, quick)
-            for quick in map(bool, self.quick)
-            for share in self.alone_share
-            for lanes in self.lanes
-        ]
+        return [LanePhase(lanes, share) for share in self.alone_share for lanes in self.lanes]
 
 
 Group = tuple[Problem, list[Item]]
@@ -118,7 +112,6 @@ def verdicts(
     built: Annotated[str, "folder that keeps what was built for the next time"] = "",
     timers: Annotated[int, "processes on the last GPU that time what the lanes, on the others, only find right"] = 0,
     backend: Annotated[Literal["cuda-nvrtc", "c"], "c: on the CPU"] = "cuda-nvrtc",
-    quick: Annotated[tuple[int, ...], "0: memory is mapped as often as it was, for comparison"] = (1,),
 ) -> Result:
     """Verdicts a second, with timing, over what a policy in training writes.
 
@@ -128,9 +121,9 @@ def verdicts(
     leaves out the first and the last second of a phase, when not all lanes are at work; `answers_a_second` counts the
     answers that did not compile with it, which is what a run would wait for.
     """
-    asked = Asked(lanes, shapes, alone_share, gpus, timing, references, profile, seconds, rows, timers, backend, quick)
+    asked = Asked(lanes, shapes, alone_share, gpus, timing, references, profile, seconds, rows, timers, backend)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(built or scratch)
+        folder = Path(built or scratch).absolute()  # compilers run elsewhere
         made = _kept(folder, _WARM + groups, levels, shapes, backend)
         phases = _through_lanes(folder, made, asked)
     found = {str(phase): summary(each) for phase, each in zip(asked.phases, phases, strict=False) if each}
@@ -183,19 +176,14 @@ def _group(builder: Builder, backend: str, number: int, problem: Problem) -> Gro
 
 def _through_lanes(folder: Path, made: list[Group], asked: Asked) -> list[list[Row]]:
     """The rows of each phase. All lanes are warm from the beginning; some have nothing to do at first."""
-    context, most = mp.get_context("spawn"), max(asked.lanes)
+    context = mp.get_context("spawn")
     works = [context.Queue() for _ in asked.phases]
     done, right, is_over = context.Queue(), context.Queue(), context.Value("i", -1)
     warm, chosen = made[:_WARM], made[_WARM:]
-    lanes = [
-        context.Process(target=_lane, args=(folder, n, asked, warm, works, right, done, is_over), daemon=True)
-        for n in range(most)
-    ]
-    timers = [
-        context.Process(target=_timer, args=(folder, n, asked, warm, right, done), daemon=True)
-        for n in range(asked.timers)
-    ]
-    processes = [*lanes, *timers]
+    given: list[tuple[Callable[..., None], tuple[Any, ...]]]
+    given = [(_lane, (folder, n, asked, warm, works, right, done, is_over)) for n in range(max(asked.lanes))]
+    given += [(_timer, (folder, n, asked, warm, right, done)) for n in range(asked.timers)]
+    processes = [context.Process(target=what, args=args, daemon=True) for what, args in given]
     for process in processes:
         process.start()
     for _ in processes:
@@ -211,13 +199,8 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked) -> list[list[R
         found = summary(phases[-1]) if phases[-1] else {}
         say(f"{phase}:", found)
         if asked.rows:
-            _write(
-                Path(asked.rows),
-                f"{asked.shapes}-{phase.lanes}-{phase.alone_share:.3g}-{phase.is_quick:d}",
-                phases[-1],
-                found,
-            )
-    for _ in timers:
+            _write(Path(asked.rows), f"{asked.shapes}-{phase.lanes}-{phase.alone_share:.3g}", phases[-1], found)
+    for _ in range(asked.timers):
         right.put(None)
     for process in processes:
         process.join(_END_S)
@@ -238,7 +221,7 @@ def _rows(done: Any, processes: list[Any], lanes: int, end: float, stop: Callabl
     while lanes:
         try:
             said = _taken(done, processes, end)
-        except _TooLate:
+        except TimeoutError:
             stop()
             end = math.inf
             continue
@@ -247,21 +230,17 @@ def _rows(done: Any, processes: list[Any], lanes: int, end: float, stop: Callabl
     return found
 
 
-class _TooLate(Exception):  # noqa: N818 - an answer
-    """Nothing came in time."""
-
-
 def _taken(done: Any, processes: list[Any], end: float = math.inf) -> Any:
-    """What a lane says next."""
-    for _ in range(_PATIENCE_S):
+    """What a lane says next.
+
+    :raises TimeoutError: nothing came until `end`.
+    """
+    patient_until = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < patient_until and not any(process.exitcode for process in processes):
         if time.monotonic() > end:
-            raise _TooLate
+            raise TimeoutError
         with contextlib.suppress(queue.Empty):
             return done.get(timeout=max(0.0, min(1.0, end - time.monotonic())))
-        if any(process.exitcode for process in processes):
-            break
-    if time.monotonic() > end:
-        raise _TooLate
     raise RuntimeError("a lane has failed, or gives no verdict")
 
 
@@ -272,7 +251,6 @@ def _lane(
     verifying = max(1, asked.gpus - 1) if asked.timers else asked.gpus
     share = min(1.0, verifying / max(asked.lanes))
     timing = asked.timing and not asked.timers
-    _map_often(not asked.quick[0])
     with _judging(folder, f"cuda:{number % verifying}", asked, share, warm, timing) as (judge, windows):
         done.put(f"lane {number} is warm{_neighbours(judge)}")
         meter = cProfile.Profile() if asked.profile else None
@@ -282,7 +260,6 @@ def _lane(
             if number >= phase.lanes:
                 continue
             bench = judge.bench
-            _map_often(not phase.is_quick)
             bench.options = msgspec.structs.replace(bench.options, alone_share=phase.alone_share)
             for problem, item in _items(work, is_over, place):
                 row, report = _judged(judge, problem, item, timing, windows)
@@ -294,13 +271,6 @@ def _lane(
             (right if asked.timers else done).put(_END if asked.timers else None)
         if meter is not None:
             meter.dump_stats(Path(asked.profile) / f"lane{number}.prof")
-
-
-def _map_often(is_so: bool) -> None:
-    """As before shared memory was mapped once for several draws, calls and recordings: for comparison."""
-    from kbrl_async.kernels.verify.cuda import reference
-
-    reference.ARENA_BYTES, reference.MOST_INSIDE = (0, 0) if is_so else (64 << 20, 256 << 20)
 
 
 def _neighbours(judge: Judge) -> str:
@@ -343,14 +313,8 @@ def _judging(
     if asked.backend == "c":
         device = "cpu"
     windows = _Windows(DeviceTurns(folder / f"turns-{device.replace(':', '')}"))
-    options = bench_options(
-        sections.TimingBench(deadline_s=10),
-        device,
-        memory_share=share,
-        references=asked.references,
-        alone_share=asked.alone_share[0],
-        **more,
-    )
+    given = {"memory_share": share, "references": asked.references, "alone_share": asked.alone_share[0], **more}
+    options = bench_options(sections.TimingBench(deadline_s=10), device, **given)
     judge = Judge(ArtifactStore(folder), options, backend=asked.backend, quiet=windows.open)
     with judge, contextlib.closing(windows.turns):
         ready()
@@ -365,7 +329,7 @@ class _Windows:
 
     def __init__(self, turns: DeviceTurns) -> None:
         self.turns = turns
-        self.seconds = dict[str, float]()
+        self.seconds = defaultdict[str, float](float)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -375,11 +339,8 @@ class _Windows:
             try:
                 yield
             finally:
-                self._add("until alone", begun - asked)
-                self._add("alone", time.perf_counter() - begun)
-
-    def _add(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+                self.seconds["until alone"] += begun - asked
+                self.seconds["alone"] += time.perf_counter() - begun
 
 
 def _judged(
@@ -389,24 +350,16 @@ def _judged(
     windows.seconds.clear()
     pieces = dict[str, float]()
     token = spans.set(pieces)
+    more: dict[str, Any] = {"tick": windows.turns.breathe, "verified": verified, "group": problem.problem_id}
     with windows.turns.working():
-        report = judge.judge(
-            problem,
-            item.candidate,
-            item.build,
-            timing=timing,
-            tick=windows.turns.breathe,
-            verified=verified,
-            group=problem.problem_id,
-        )
+        report = judge.judge(problem, item.candidate, item.build, timing=timing, **more)
     spans.reset(token)
     ended, verdict, timed = time.time(), report.verdict, report.timing
-    parts = dict(windows.seconds)
     for stage in report.stages:
-        parts[stage.name] = parts.get(stage.name, 0.0) + stage.seconds
+        windows.seconds[stage.name] += stage.seconds
     return Row(
         problem.problem_id, verdict.fault, verdict.rule, verdict.trust, verdict.trust_reason, item.slips, begun, ended,
-        parts, pieces, None if timed is None else (timed.speedup, timed.lo, timed.hi),
+        dict(windows.seconds), pieces, None if timed is None else (timed.speedup, timed.lo, timed.hi),
         "" if timed is None else f"{timed.n} {timed.stopped}{timed.method.rpartition('subtracted')[2]}",
         written=item.written,
     ), report  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -23,6 +24,7 @@ from benchmarks.harness import ONE_THREAD, Result, packed, say, services
 from benchmarks.verification.hostile_mix import PROBLEM, Made, candidates_of
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.c import launch
+from kbrl_async.lab.chaos.processes import ProcessRole, census
 from kbrl_async.runs.config import load
 from kbrl_async.runs.folder import prepare
 from protocols.messages import Stage, Status, Task
@@ -44,7 +46,6 @@ PROBLEM_ROW = Problem("L1/01_mix", 1, "mix", PROBLEM)
 PR_SET_CHILD_SUBREAPER = 36
 GROWTH = {"rss_mb": 48.0, "family_pss_mb": 96.0, "fds": 8.0}
 """What a service may have grown from a tenth of the run to its end."""
-Processes = dict[str, subprocess.Popen[bytes]]
 Sizes = dict[str, dict[str, float]]
 
 
@@ -70,7 +71,7 @@ async def mix(
         names = ["broker.1", "compile_farm.1", *(f"timing_bench.{number + 1}" for number in range(benches))]
         found = addresses(run.path, run.config)
         with services(run.path, *names, TMPDIR=str(scratch), **ONE_THREAD) as processes:
-            mixed = MixRun(made, ArtifactStore(run.path / "artifacts"), processes)
+            mixed = MixRun(made, ArtifactStore(run.path / "artifacts"), run.path)
             async with working(Worker(found.work, "collector", [Stage.SCORE], IN_FLIGHT, mixed.collect)):
                 try:
                     async with asyncio.timeout(limit_s), Producer(found.submit) as producer:
@@ -80,7 +81,7 @@ async def mix(
                     say("the time is up")
                 wall_s = time.monotonic() - mixed.begun
                 await asyncio.sleep(1.0)
-                mixed.sizes["end"] = sizes(processes)
+                mixed.sizes["end"] = sizes(run.path)
         faults, failures = mixed.judge()
         left, growth = left_behind(run.path, scratch, shm_before), grown(mixed.sizes)
     return {
@@ -99,24 +100,17 @@ async def mix(
     }
 
 
-def sizes(processes: Processes) -> Sizes:
-    """Of each service's working process, the child of its nanny, and all its sandboxes."""
-    out = {}
-    for name, process in processes.items():
-        for worker in psutil.Process(process.pid).children()[:1]:
-            family, memory = [worker, *worker.children(recursive=True)], 0.0
-            for member in family:
-                try:
-                    memory += member.memory_full_info().pss
-                except psutil.Error:
-                    continue  # a candidate that has just ended
-            out[name] = {
-                "rss_mb": worker.memory_info().rss / 2**20,
-                "family_pss_mb": memory / 2**20,
-                "fds": _lowest_fds(worker),
-                "processes": len(family),
-            }
-    return out
+def sizes(run_dir: Path) -> Sizes:
+    """Of each service's working process, and all its sandboxes."""
+    out: Sizes = collections.defaultdict(lambda: dict.fromkeys((*GROWTH, "processes"), 0.0))
+    for one in census(run_dir):
+        with contextlib.suppress(psutil.Error):  # a candidate that has just ended
+            process, row = psutil.Process(one.pid), out[one.instance]
+            row["family_pss_mb"] += process.memory_full_info().pss / 2**20
+            row["processes"] += 1
+            if one.role is ProcessRole.CHILD:
+                row["rss_mb"], row["fds"] = process.memory_info().rss / 2**20, _lowest_fds(process)
+    return dict(out)
 
 
 def _lowest_fds(worker: psutil.Process) -> int:
@@ -131,8 +125,8 @@ def _lowest_fds(worker: psutil.Process) -> int:
 class MixRun:
     """Submits everything, a bounded number at a time, and collects one record for each."""
 
-    def __init__(self, made: list[Made], store: ArtifactStore, processes: Processes) -> None:
-        self.made, self.store, self._processes = {m.task_id: m for m in made}, store, processes
+    def __init__(self, made: list[Made], store: ArtifactStore, run_dir: Path) -> None:
+        self.made, self.store, self._run_dir = {m.task_id: m for m in made}, store, run_dir
         self.records: dict[str, list[tuple[str, list[bytes]]]] = collections.defaultdict(list)
         self.room = asyncio.Semaphore(IN_FLIGHT)
         self.finished = asyncio.Event()
@@ -168,7 +162,7 @@ class MixRun:
         done, total = len(self.records), len(self.made)
         for mark, name in ((max(total // 10, min(200, total // 3)), "start"), (total // 2, "middle")):
             if done == max(1, mark):
-                self.sizes[name] = await asyncio.to_thread(sizes, self._processes)
+                self.sizes[name] = await asyncio.to_thread(sizes, self._run_dir)
         if done % max(1, total // 10) == 0:
             say(f"{done:6} of {total}")
         if done == total:
@@ -185,18 +179,13 @@ class MixRun:
                 several.append((task_id, m.template, len(got)))
                 continue
             status, frames = got[0]
-            fault, text = verdict_of(status, frames)
+            record = Record.decode(frames) if status == Status.OK else None
+            fault = str(record.fault) if record else status
             faults[fault] += 1
             if fault != m.expected:
-                wrong.append([task_id, m.template, str(m.expected), fault, text[:300]])
+                said = record.verdict.message[:300] if record else ""
+                wrong.append([task_id, m.template, str(m.expected), fault, said])
         return faults, {"wrong_verdicts": wrong[:20], "not_exactly_one": several}
-
-
-def verdict_of(status: str, frames: list[bytes]) -> tuple[str, str]:
-    if status != Status.OK:
-        return status, ""
-    record = Record.decode(frames)
-    return str(record.fault), f"{record.verdict.rule}: {record.verdict.message}"
 
 
 def grown(sizes: dict[str, Sizes]) -> list[str]:

@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from benchmarks.harness import Result, percentiles, say
-from benchmarks.verification.crew import Crew, CrewTask, Work
+from benchmarks.harness.crew import Crew, CrewTask, Work
 from kbrl_async.errors import KbrlError, ProblemError
 from kbrl_async.kernels.backends.backend import LIBRARY
 from kbrl_async.kernels.funnel.verifier import default_bench

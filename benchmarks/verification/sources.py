@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import CORES, Result, say
-from benchmarks.verification.crew import Crew, CrewTask, Work
+from benchmarks.harness.crew import Crew, CrewTask, Work
 from kbrl_async.errors import KbrlError, ProblemError
 from kbrl_async.kernels.funnel import Verifier, VerifyOptions
 from kbrl_async.kernels.funnel.verifier import choose_device, default_bench

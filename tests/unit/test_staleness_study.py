@@ -8,27 +8,35 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks.harness import with_figures
 from benchmarks.staleness.__main__ import CORRECTIONS, DEFAULT, NONE, SETTINGS, STALENESS, planned, read
-from benchmarks.staleness.arm import Arm, ArmResult, Verdicts, config_of, evaluated_versions, source_version
+from benchmarks.staleness.arm import (
+    Arm,
+    ArmResult,
+    Verdicts,
+    config_of,
+    evaluated_versions,
+    source_version,
+    with_advantages,
+)
 from benchmarks.staleness.report import (
-    BEGIN,
-    END,
+    MARKS,
     SettingFigures,
     findings,
     hardest,
     has_diverged,
     interval,
-    merge,
     picture,
     reward_table,
     stability_table,
-    with_figures,
     worst_late_batch,
 )
 from kbrl_async.learning.settings import CORRECTIONS as CORRECTION_DOOR
 from kbrl_async.learning.settings import LOSSES
 from kbrl_async.runs.config import Config
+from kbrl_async.runs.planning import plan_of
 from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem, Verdict
+from tests.records import sample
 
 PROBLEM = Problem("L1/01_relu", 1, "relu", "class Model: ...")
 
@@ -51,6 +59,17 @@ class TestTheForcedAge:
     def test_the_last_versions_are_evaluated_but_never_the_one_it_began_with(self) -> None:
         assert evaluated_versions(20, 3) == [18, 19, 20]
         assert evaluated_versions(2, 3) == [1, 2]
+
+
+def test_every_group_of_an_update_is_trained_on_and_one_without_differences_has_advantages_of_0() -> None:
+    rules = plan_of(Config()).buffer
+    samples = {
+        name: [sample(f"{name}.r{n}", reward) for n, reward in enumerate(rewards)]
+        for name, rewards in {"differs": (1.0, 0.0), "alike": (1.0, 1.0)}.items()
+    }
+    differs, alike = with_advantages(dict.fromkeys(samples, PROBLEM), samples, 3, rules)
+    assert [one.advantage > 0 for one in differs.samples] == [True, False]
+    assert [one.advantage for one in alike.samples] == [0.0, 0.0]
 
 
 class TestThePlan:
@@ -97,14 +116,17 @@ class TestVerdicts:
 
 
 class TestTheReport:
-    def test_an_arm_counts_once_and_the_first_file_wins(self) -> None:
-        merged = merge([[outcome("none", 4, 0, 0.1)], [outcome("none", 4, 0, 0.9), outcome("none", 4, 1, 0.2)]])
-        assert [(o.arm.seed, o.after["reward"]) for o in merged] == [(0, 0.1), (1, 0.2)]
+    def test_an_arm_counts_once_and_the_first_file_wins(self, tmp_path: Path) -> None:
+        files = {"first": [outcome("none", 4, 0, 0.1)], "then": [outcome("none", 4, s, 0.9) for s in (0, 1)]}
+        for name, outcomes in files.items():
+            (tmp_path / name).write_bytes(b"\n".join(map(msgspec.json.encode, outcomes)))
+        merged = read([tmp_path / name for name in (*files, "missing")])
+        assert merged == [outcome("none", 4, 0, 0.1), outcome("none", 4, 1, 0.9)]
 
-    def test_outcomes_are_read_back_from_their_lines_and_a_missing_file_is_empty(self, tmp_path: Path) -> None:
-        path = tmp_path / "results.jsonl"
-        path.write_bytes(msgspec.json.encode(outcome("none", 0, 0, 0.5)) + b"\n")
-        assert read([path, tmp_path / "missing.jsonl"]) == [outcome("none", 0, 0, 0.5)]
+    def test_a_row_of_a_worker_that_died_is_no_outcome(self, tmp_path: Path) -> None:
+        row = {"name": "none", "state": "ok", **msgspec.to_builtins(outcome("none", 0, 0, 0.5))}
+        (tmp_path / "rows").write_bytes(b'{"name": "x", "state": "host"}\n' + msgspec.json.encode(row))
+        assert read([tmp_path / "rows"]) == [outcome("none", 0, 0, 0.5)]
 
     def test_the_interval_is_students(self) -> None:
         mean, half = interval([1.0, 2.0, 3.0])
@@ -155,7 +177,7 @@ class TestTheReport:
         assert ">tis<" in drawn
 
     def test_a_page_keeps_its_words_around_the_figures(self) -> None:
-        page = f"words\n{BEGIN}\nold\n{END}\nmore\n"
-        assert with_figures(page, "new") == f"words\n{BEGIN}\nnew\n{END}\nmore\n"
+        page = f"words\n{MARKS[0]}\nold\n{MARKS[1]}\nmore\n"
+        assert with_figures(page, MARKS, "new") == page.replace("old", "new")
         with pytest.raises(ValueError, match="needs the lines"):
-            with_figures("words", "new")
+            with_figures("words", MARKS, "new")

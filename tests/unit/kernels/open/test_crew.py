@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness import Result
-from benchmarks.verification.crew import Crew, CrewTask, Work, rows_of
+from benchmarks.harness.crew import Crew, CrewTask, Work, rows_of
 
 TASKS = [CrewTask(name, name) for name in ("one", "dies", "two", "three")]
 

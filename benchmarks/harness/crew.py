@@ -169,7 +169,7 @@ def rows_of(path: Path) -> dict[str, Result]:
     """The last row of each name; a last line that was cut off is none."""
     found: dict[str, Result] = {}
     for line in path.read_text().splitlines() if path.is_file() else ():
-        with contextlib.suppress(json.JSONDecodeError):
+        with contextlib.suppress(json.JSONDecodeError, KeyError):
             row = json.loads(line)
             found[row["name"]] = row
     return found

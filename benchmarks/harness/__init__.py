@@ -29,28 +29,22 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
 
 from kbrl_async.runs.archive.archive import ArchiveReader, TurnRow, UpdateRow
 from protocols.ledger import LedgerOptions, StageOptions
-from protocols.records import BenchReport, BuildReport, Candidate, Fault, Problem
 from services.broker.options import BrokerOptions
 from services.runtime.addresses import addresses
 
-if typing.TYPE_CHECKING:  # torch would stand in the memory of a broker that is measured
-    from kbrl_async.kernels.funnel import Builder, Judge
-    from kbrl_async.kernels.settings import CompileFarm, TimingBench
-
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CORES = sorted(os.sched_getaffinity(0))
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 BEGAN = time.monotonic()
@@ -107,7 +101,7 @@ class Commands:
             found = asyncio.run(found)
         if found is not None:
             line = {"benchmark": f"{self.question} {name}", **found, "machine": machine()}
-            print(json.dumps(_rounded(line)), flush=True)
+            print(json.dumps(rounded(line)), flush=True)
             sys.exit(0 if found.get("ok", True) else 1)
 
     def _parser(self) -> argparse.ArgumentParser:
@@ -162,14 +156,14 @@ def _format_default(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     match value:
         case float():
             return float(f"{value:.{DIGITS}g}")
         case Mapping():
-            return {name: _rounded(inside) for name, inside in value.items()}
+            return {name: rounded(inside) for name, inside in value.items()}
         case list() | tuple():
-            return [_rounded(inside) for inside in value]
+            return [rounded(inside) for inside in value]
     return str(value) if isinstance(value, Path) else value
 
 
@@ -186,7 +180,7 @@ def machine() -> Result:
 
 
 def say(*words: object) -> None:
-    print(f"{time.monotonic() - BEGAN:7.1f} s ", *map(_rounded, words), file=sys.stderr, flush=True)
+    print(f"{time.monotonic() - BEGAN:7.1f} s ", *map(rounded, words), file=sys.stderr, flush=True)
 
 
 # ── measuring ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -218,9 +212,30 @@ def bootstrap(values: Sequence[float]) -> dict[str, float]:
     return {"mean": mean, "lo": float(interval.low), "hi": float(interval.high)}
 
 
+def timed(action: Callable[[], object]) -> float:
+    """Seconds."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
 def cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table for a page."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *rows))
+
+
+def with_figures(page: str, marks: tuple[str, str], figures: str) -> str:
+    """The page with its part between the two marks replaced."""
+    before, begin, rest = page.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    if not (begin and end):
+        raise ValueError(f"the page needs the lines {marks[0]} and {marks[1]}")
+    return f"{before}{begin}\n{figures}\n{end}{after}"
 
 
 # ── processes of ours ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -229,12 +244,17 @@ def cpu_s(process: psutil.Process) -> float:
 def environment(**more: str) -> dict[str, str]:
     """This one without what a run of ours may have set, for processes that shall import this very code."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KBRL_", "HONCHO_"))}
-    return {**kept, "PYTHONPATH": str(ROOT), **more}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**kept, "PYTHONPATH": path, **more}
 
 
 def command(question: str, *words: object) -> list[str]:
     """Of a sub-command, to be started as a process."""
     return [sys.executable, "-m", f"benchmarks.{question}", *map(str, words)]
+
+
+def kbrl_command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "kbrl_async", *map(str, words)]
 
 
 def kbrl(*words: object, log: Path | None = None, cores: Sequence[int] = ()) -> None:
@@ -245,7 +265,7 @@ def kbrl(*words: object, log: Path | None = None, cores: Sequence[int] = ()) -> 
     threads = {"OMP_NUM_THREADS": str(max(1, len(cores) - 1))} if cores else {}
     with log.open("ab") if log else contextlib.nullcontext(sys.stderr) as output:
         done = subprocess.run(
-            [sys.executable, "-m", "kbrl_async", *map(str, words)], env=environment(**threads), stdout=output,
+            kbrl_command(*words), env=environment(**threads), stdout=output,
             stderr=subprocess.STDOUT if log else None, check=False,
             preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
         )  # fmt: skip
@@ -324,43 +344,3 @@ def summary_of(run: Path) -> Result:
     path = run / "summary.json"
     found: Result = json.loads(path.read_text()) if path.exists() else {}
     return found
-
-
-# ── one candidate ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Halves(NamedTuple):
-    """Of a verification."""
-
-    builder: Builder
-    bench: Judge
-
-    def both(self, problem: Problem, candidate: Candidate) -> tuple[BuildReport, BenchReport | None]:
-        """Without timing; nothing of the bench where it was not built."""
-        build = self.builder.build(candidate, problem)
-        return build, self.bench.judge(problem, candidate, build, timing=False) if build.fault is Fault.OK else None
-
-
-@contextlib.contextmanager
-def verifying(
-    farm: CompileFarm | None = None,
-    settings: TimingBench | None = None,
-    *,
-    device: str = "cpu",
-    backend: str = "c",
-    **more: Any,
-) -> Iterator[Halves]:
-    """Both halves, with a store of their own. `more` are options of a bench that are no settings."""
-    from kbrl_async.kernels import settings as sections
-    from kbrl_async.kernels.backends.building import ArtifactStore
-    from kbrl_async.kernels.funnel import Builder, Judge
-    from kbrl_async.kernels.verify import bench_options
-
-    options = bench_options(settings or sections.TimingBench(), device, **more)
-    with tempfile.TemporaryDirectory() as folder:
-        store = ArtifactStore(Path(folder))
-        with (
-            Builder(store, farm or sections.CompileFarm(deadline_s=60.0)) as builder,
-            Judge(store, options, backend=backend) as judge,
-        ):
-            yield Halves(builder, judge)
