@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from transformers.utils import is_torchao_available
 
 from kbrl_async.learning import eight_bit
 
@@ -86,6 +87,7 @@ def install(
     set_value(eight_bit, "LEAST", LEAST)
     if "torchao" in sys.modules or importlib.util.find_spec("torchao"):
         return
+    is_torchao_available()  # transformers asks once: a stand-in has no version to tell it
     optim, inner = types.ModuleType("torchao.optim"), types.ModuleType("torchao.optim.subclass_8bit")
     optim.AdamW8bit, inner.OptimState8bit = AdamW8bit, OptimState8bit  # type: ignore[attr-defined]
     for name, module in (("torchao", types.ModuleType("torchao")), (optim.__name__, optim), (inner.__name__, inner)):
