@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -96,12 +97,20 @@ def timed_device(name: str) -> TimedDevice:
 
     :raises UserError: nobody knows such a kind.
     """
-    kind = name.partition(":")[0]
-    if kind not in KINDS:
-        raise UserError(f"{name!r} is no device", f"Choose {', '.join(KINDS)} or cuda:N")
-    module, _, place = KINDS[kind].partition(":")
-    made: TimedDevice = getattr(importlib.import_module(module), place)(name)
+    made: TimedDevice = made_of(KINDS, name)
     return made
+
+
+def made_of(kinds: Mapping[str, str], name: str) -> Any:
+    """What `kinds` has for the kind of this device, as `module:class`, made of its name.
+
+    :raises UserError: nobody knows such a kind.
+    """
+    kind = name.partition(":")[0]
+    if kind not in kinds:
+        raise UserError(f"{name!r} is no device", f"Choose {', '.join(kinds)} or cuda:N")
+    module, _, place = kinds[kind].partition(":")
+    return getattr(importlib.import_module(module), place)(name)
 
 
 def hardware_of(device: str) -> str:

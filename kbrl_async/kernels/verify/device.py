@@ -4,14 +4,13 @@ module, and one line in `_KINDS`; nothing else here asks which kind it is.
 
 from __future__ import annotations
 
-import importlib
 import random
 from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-from kbrl_async.errors import UserError
 from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.timing.device import made_of
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
 from protocols.records import Candidate, Problem, Timing
@@ -184,9 +183,5 @@ def device_of(name: str) -> Device:
 
     :raises UserError: nobody knows such a kind.
     """
-    kind = name.partition(":")[0]
-    if kind not in _KINDS:
-        raise UserError(f"{name!r} is no device", f"Choose {', '.join(_KINDS)} or cuda:N")
-    module, _, place = _KINDS[kind].partition(":")
-    made: Device = getattr(importlib.import_module(module), place)(name)
+    made: Device = made_of(_KINDS, name)
     return made
