@@ -27,7 +27,7 @@ _ROOTS = frozenset(["torch", "triton", "numpy", *_PURE])
 _REFUSED_MODULES = ("torch.utils.cpp_extension", "torch.multiprocessing", "torch.distributed", "torch.hub")
 _REFUSED_NAMES = frozenset(
     [
-        *("eval", "exec", "compile", "open", "__import__", "globals", "breakpoint", "input", "ctypes"),
+        *("eval", "exec", "compile", "open", "__import__", "globals", "breakpoint", "ctypes"),
         *("subprocess", "socket", "importlib", "builtins", "inspect", "gc", "__builtins__", "__loader__"),
         *syntax.EVALUATORS,
     ]

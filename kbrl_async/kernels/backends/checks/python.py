@@ -27,7 +27,7 @@ _LAUNCHERS = frozenset({"c_kernel"})
 _FORBIDDEN_NAMES = frozenset(
     [
         *("eval", "exec", "compile", "open", "__import__", "getattr", "setattr", "delattr", "globals"),
-        *("locals", "vars", "input", "breakpoint", "ctypes", "os", "sys", "subprocess", "socket"),
+        *("locals", "vars", "breakpoint", "ctypes", "os", "sys", "subprocess", "socket"),
         *("threading", "multiprocessing", "importlib", "builtins", "inspect", "gc", "signal", "__builtins__"),
         *("__loader__",),
         *syntax.EVALUATORS,

@@ -93,6 +93,12 @@ def test_a_library_call_is_left_to_the_bench_which_sees_what_really_runs(candida
     assert _refused(candidate(forward=f"y = {call}", replace=held)) is None
 
 
+def test_a_parameter_may_be_called_input(candidate: Make) -> None:
+    """Half of a public problem set names its tensor so; nothing can be read from a child's standard input anyway."""
+    named = ("def forward(self, x):", "def forward(self, input):\n        x = input")
+    assert _refused(candidate(replace=named)) is None
+
+
 def test_reading_a_held_module_is_allowed(candidate: Make) -> None:
     held = ("self.kernel =", "self.linear = nn.Linear(2, 2); self.kernel =")
     forward = "w = self.linear.weight.detach().contiguous().view(-1); n = w.numel() * w.stride(0) + w.size(0)"

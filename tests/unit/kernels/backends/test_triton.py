@@ -336,6 +336,12 @@ def test_without_a_problem_nothing_is_compiled(builder: Builder) -> None:
     assert report.kernels == []
 
 
+def test_a_parameter_may_be_called_input(builder: Builder) -> None:
+    named = make().source.replace("def forward(self, x):", "def forward(self, input):\n        x = input")
+    assert "input" in named
+    assert build(builder, Candidate(named, "triton")).fault is Fault.OK
+
+
 @pytest.mark.parametrize(
     ("source", "rule"),
     [
