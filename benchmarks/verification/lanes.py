@@ -85,7 +85,13 @@ class Asked(msgspec.Struct, frozen=True):
     seconds: float
     rows: str
     timers: int
+    timing_gpus: int
     backend: str
+
+    @property
+    def verifying(self) -> int:
+        """GPUs of the lanes."""
+        return max(1, self.gpus - self.timing_gpus) if self.timers else self.gpus
 
     @property
     def phases(self) -> list[LanePhase]:
@@ -110,7 +116,8 @@ def verdicts(
     seconds: Annotated[float, "of each number of lanes, which go through the groups over and over; 0: once"] = 0,
     rows: Annotated[str, "folder for every verdict of each number of lanes, as JSON"] = "",
     built: Annotated[str, "folder that keeps what was built for the next time"] = "",
-    timers: Annotated[int, "processes on the last GPU that time what the lanes, on the others, only find right"] = 0,
+    timers: Annotated[int, "processes on the last GPUs that time what the lanes, on the others, only find right"] = 0,
+    timing_gpus: Annotated[int, "GPUs that these are spread over"] = 1,
     backend: Annotated[Literal["cuda-nvrtc", "c"], "c: on the CPU"] = "cuda-nvrtc",
 ) -> Result:
     """Verdicts a second, with timing, over what a policy in training writes.
@@ -121,7 +128,9 @@ def verdicts(
     leaves out the first and the last second of a phase, when not all lanes are at work; `answers_a_second` counts the
     answers that did not compile with it, which is what a run would wait for.
     """
-    asked = Asked(lanes, shapes, alone_share, gpus, timing, references, profile, seconds, rows, timers, backend)
+    asked = Asked(
+        lanes, shapes, alone_share, gpus, timing, references, profile, seconds, rows, timers, timing_gpus, backend
+    )
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(built or scratch).absolute()  # compilers run elsewhere
         made = _kept(folder, _WARM + groups, levels, shapes, backend)
@@ -248,10 +257,9 @@ def _lane(
     folder: Path, number: int, asked: Asked, warm: list[Group], works: list[Any], right: Any, done: Any, is_over: Any
 ) -> None:
     """Takes one group after the other."""
-    verifying = max(1, asked.gpus - 1) if asked.timers else asked.gpus
-    share = min(1.0, verifying / max(asked.lanes))
+    share = min(1.0, asked.verifying / max(asked.lanes))
     timing = asked.timing and not asked.timers
-    with _judging(folder, f"cuda:{number % verifying}", asked, share, warm, timing) as (judge, windows):
+    with _judging(folder, f"cuda:{number % asked.verifying}", asked, share, warm, timing) as (judge, windows):
         done.put(f"lane {number} is warm{_neighbours(judge)}")
         meter = cProfile.Profile() if asked.profile else None
         if meter is not None:
@@ -290,7 +298,9 @@ def _items(work: Any, is_over: Any, place: int) -> Iterator[tuple[Problem, Item]
 
 def _timer(folder: Path, number: int, asked: Asked, warm: list[Group], right: Any, done: Any) -> None:
     """Times what lanes have found right."""
-    with _judging(folder, f"cuda:{asked.gpus - 1}", asked, 1 / asked.timers, warm, True, is_light=True) as made:
+    device = f"cuda:{asked.gpus - 1 - number % asked.timing_gpus}"
+    share = min(1.0, asked.timing_gpus / asked.timers)
+    with _judging(folder, device, asked, share, warm, True, is_light=True) as made:
         judge, windows = made
         done.put(f"timer {number} is warm")
         while (one := right.get()) is not None:

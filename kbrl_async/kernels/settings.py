@@ -87,6 +87,8 @@ class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
     """Wall clock that one candidate may take to start, and again for its calls; endless loops are killed after it."""
     shares_with: list[Literal["sampler", "learner", "timing_bench"]] = msgspec.field(default_factory=list)
     """Who is on the same GPU (or cores) and stands still while a bench times; timing_bench: benches take turns."""
+    per_gpu: AtLeastOne = 1
+    """placement=split: benches on one GPU; above 1 they take turns, which shares_with=[timing_bench] says."""
     clocks: Literal["observe", "lock"] = "observe"
     """GPU clocks: observe records them, lock holds a sustainable one while the run lasts (needs the right to)."""
     baselines: list[Literal["compile", "compile-max-autotune"]] = msgspec.field(default_factory=list)

@@ -5,7 +5,7 @@
 | `one_gpu` | 1 | 0 | 0 | 0, in quiet windows; several take turns | 0 |
 | `two_gpus` | 2 | 0 | 0 | 1, alone or in turns | 0 |
 | `learner_apart` | 2 | 0 | 1 | 1, in quiet windows; several take turns | 1 |
-| `split` | all of these | one each of its ranks | tensor_parallel × data_parallel each | one each, alone | the last |
+| `split` | all of these | one each of its ranks | tensor_parallel × data_parallel each | one each; per_gpu | the last |
 
 A preset sets keys that lie below those of files and command line, and `CUDA_VISIBLE_DEVICES` of each process, in its
 nanny: so it holds for `kbrl train`, for `honcho start` and for a unit alike. To add one: an entry in
@@ -16,6 +16,7 @@ Invariant: a bench that shares its GPU has its sharers stand still while it time
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -42,9 +43,8 @@ class Gpu(msgspec.Struct, frozen=True):
 def wanted(config: Config) -> int:
     """How many GPUs the placement takes."""
     counts = config.processes
-    apart = (
-        config.learner.processes + counts.sampler * config.sampler.gpus + counts.timing_bench + bool(counts.verifier)
-    )
+    benches = math.ceil(counts.timing_bench / config.timing_bench.per_gpu)
+    apart = config.learner.processes + counts.sampler * config.sampler.gpus + benches + bool(counts.verifier)
     return {"one_gpu": 1, "two_gpus": 2, "learner_apart": 2}.get(config.placement or "", apart)
 
 
@@ -59,7 +59,8 @@ def misfit(config: Config, gpus: Sequence[Gpu]) -> str:
         return f"it takes {needed} GPU{'s' if needed > 1 else ''}{why}, and this machine has {len(gpus)}"
     if name != "split" and config.processes.sampler > 1:
         return "it is for one sampler; several need placement=split"
-    if name != "split" and config.processes.timing_bench > 1 and "timing_bench" not in config.timing_bench.shares_with:
+    together = config.processes.timing_bench if name != "split" else config.timing_bench.per_gpu
+    if together > 1 and "timing_bench" not in config.timing_bench.shares_with:
         return "its benches would time at once; they take turns where timing_bench.shares_with names timing_bench"
     used = gpus[:needed]
     small = next((gpu for gpu in used if gpu.memory_gib < LEAST_GIB[name]), None)
@@ -107,7 +108,7 @@ def assigned(config: Config, service: str, instance: int = 0) -> range:
     each = config.sampler.gpus
     if service == "sampler":
         return range(ranks + instance * each, ranks + (instance + 1) * each)
-    first = ranks + config.processes.sampler * each + instance
+    first = ranks + config.processes.sampler * each + instance // config.timing_bench.per_gpu
     return range(first, first + 1)
 
 
@@ -125,7 +126,9 @@ def _terms(config: Config) -> str:
     counts = config.processes
     learner = f"learner.processes={config.learner.processes}"
     each = f" × {config.sampler.gpus} GPUs" if config.sampler.gpus > 1 else ""
-    rest = f"processes.timing_bench={counts.timing_bench}" + (" + 1 for verifiers" if counts.verifier else "")
+    per_gpu = config.timing_bench.per_gpu
+    rest = f"processes.timing_bench={counts.timing_bench}" + (f" by {per_gpu}" if per_gpu > 1 else "")
+    rest += " + 1 for verifiers" if counts.verifier else ""
     return f"{learner} + processes.sampler={counts.sampler}{each} + {rest}"
 
 

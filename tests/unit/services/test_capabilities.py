@@ -43,6 +43,12 @@ def test_processes_on_one_gpu_name_the_same_resource_and_others_do_not() -> None
         ("processes.verifier=2", 2, 1.0, 1 / 2),
         ("processes.verifier=2 placement=one_gpu", 2, 1 / 3, 1 / 3),
         ("processes.verifier=2 placement=two_gpus", 1, 1.0, 1 / 2),
+        (
+            "placement=split processes.timing_bench=8 timing_bench.per_gpu=4 timing_bench.shares_with=[timing_bench]",
+            1,
+            1 / 4,
+            1.0,
+        ),
     ],
 )
 def test_benches_and_verifiers_of_one_gpu_share_its_memory(

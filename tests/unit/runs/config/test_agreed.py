@@ -12,8 +12,8 @@ from kbrl_async.runs.config.loading import gather, resolve
 RUN = load(overrides=["timing_bench.cap_s=0.4", "timing_bench.baselines=compile", "backend=cpp"])
 OF_THE_HOST = {
     "compile_farm.slots", "compile_farm.store_max_bytes", "compile_farm.nice", "compile_farm.tuning_s",
-    "timing_bench.core", "timing_bench.shares_with", "timing_bench.clocks", "timing_bench.device",
-    "timing_bench.memory_share", "timing_bench.likely_first",
+    "timing_bench.core", "timing_bench.per_gpu", "timing_bench.shares_with", "timing_bench.clocks",
+    "timing_bench.device", "timing_bench.memory_share", "timing_bench.likely_first",
 }  # fmt: skip
 
 

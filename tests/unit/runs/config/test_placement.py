@@ -51,6 +51,16 @@ def test_no_two_processes_of_a_split_share_a_gpu() -> None:
     assert sorted(ids) == [str(i) for i in range(8)]
 
 
+def test_benches_of_a_split_may_take_turns_on_each_gpu() -> None:
+    words = ["placement=split", "processes.timing_bench=5", "timing_bench.per_gpu=3"]
+    config = load(overrides=[*words, "timing_bench.shares_with=[timing_bench]", "processes.verifier=1"])
+    found = [visible_to(config, f"timing_bench.{i}", H100)["CUDA_VISIBLE_DEVICES"] for i in range(1, 6)]
+    assert found == ["2", "2", "2", "3", "3"]
+    assert visible_to(config, "verifier.1", H100)["CUDA_VISIBLE_DEVICES"] == "4"
+    assert misfit(config, H100[:5]) == ""
+    assert "processes.timing_bench=5 by 3 + 1 for verifiers" in misfit(config, H100[:4])
+
+
 @pytest.mark.parametrize(
     ("placement", "gpu"), [("one_gpu", "0"), ("two_gpus", "0"), ("learner_apart", "1"), ("split", "4")]
 )
@@ -115,6 +125,7 @@ def test_a_key_of_ones_own_wins_over_the_preset() -> None:
         (["placement=one_gpu"], [Gpu("0", "Small", 11.0)], "GPU 0 has 11 GiB, and it takes 24"),
         (["placement=one_gpu", "processes.sampler=2"], H100, "several need placement=split"),
         (["placement=two_gpus", "processes.timing_bench=2"], H100, "they take turns where"),
+        (["placement=split", "timing_bench.per_gpu=2"], H100, "they take turns where"),
         (
             ["placement=split", "processes.timing_bench=2", "processes.sampler=1"],
             [*H100[:3], Gpu("3", "NVIDIA A100", 80.0)],
