@@ -53,7 +53,7 @@ async def main(stop: asyncio.Event, name: str = "timing_bench") -> None:
     )
     with Benching(service, place, worker) as benching:
         service.watch(worker.meter)
-        service.log.info("ready", core=place.core, device=place.device, **log_fields(benching.isolation))
+        service.log.info("ready", cores=place.cores, device=place.device, **log_fields(benching.isolation))
         await worker.run(stop)
 
 

@@ -17,12 +17,13 @@ from services.runtime.service import Service
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one process: its core and its device."""
+    """Of one process: its cores and its device."""
 
     is_verifier: bool
     is_behind: bool
     """A bench that times what verifiers have proven."""
-    core: int
+    cores: tuple[int, ...]
+    """Of itself and its children: one; on a GPU a bench's part of those that `cpu.bench` lists."""
     device: str
     hardware: str
     turns: DeviceTurns | None
@@ -43,13 +44,15 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         is_behind = counts.verifier > 0 and not is_verifier
         device = bench_device(settings.device, service.config.backend, service.instance, from_last=is_behind)
         resource = shared_resources(device)[0]
+        several = device != "cpu" and not is_verifier and service.instance < counts.timing_bench <= len(cores)
+        own = cores[service.instance :: counts.timing_bench] if several else [cores[service.instance % len(cores)]]
         turns = None
         if "timing_bench" in settings.shares_with or (counts.verifier and device != "cpu"):
             turns = DeviceTurns(service.run_dir / "locks" / resource.replace("/", "-"))
         return cls(
             is_verifier=is_verifier,
             is_behind=is_behind,
-            core=cores[service.instance % len(cores)],
+            cores=tuple(own),
             device=device,
             hardware=hardware_of(device),
             turns=turns,
@@ -64,7 +67,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         return bench_options(
             settings,
             self.device,
-            (self.core,),
+            self.cores,
             recipe=Recipe.of(settings, resolved=resolution.for_run(self.cache, service.run_dir, self.hardware)),
             memory_share=1.0 if self.turns is None else memory_share(service.config, service.name),
             alone_share=ALONE_SHARE,

@@ -1,0 +1,40 @@
+"""Which cores a bench and its children get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kbrl_async.runs.config import load
+from kbrl_async.runs.config.layout import cpu_layout
+from services.runtime.service import Service
+from services.timing_bench import place
+from services.timing_bench.place import Place
+
+CORES = list(range(12))
+
+
+def cores_of(words: str, instance: int, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    config = load(overrides=["processes.timing_bench=2", *words.split()])
+    monkeypatch.setattr(place, "bench_device", lambda *_, **__: device)
+    monkeypatch.setattr(place, "hardware_of", lambda _: "one")
+    layout = cpu_layout(config, CORES)
+    service = SimpleNamespace(config=config, layout=layout, name="timing_bench", instance=instance, run_dir=tmp_path)
+    return Place.of(cast(Service, service)).cores
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "cores"),
+    [
+        ("", "cuda:0", [(10,), (11,)]),
+        ("cpu.bench=[7,8,9,10,11]", "cuda:0", [(7, 9, 11), (8, 10)]),
+        ("cpu.bench=[7,8,9,10,11]", "cpu", [(7,), (8,)]),
+    ],
+)
+def test_a_bench_on_a_gpu_has_its_part_of_the_cores_that_are_listed(
+    words: str, device: str, cores: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert [cores_of(words, number, device, monkeypatch, tmp_path) for number in (0, 1)] == cores
