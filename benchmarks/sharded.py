@@ -51,7 +51,9 @@ def updates(
     sequences: Annotated[int, "of an update, for each rank"] = 2,
     count: Annotated[int, "updates of each length; the first is not counted"] = 3,
     masters: Literal["float32", "bfloat16"] = "float32",
+    optimizer: Annotated[Literal["adamw", "adamw_8bit"], "adamw_8bit: moments in a byte each, by torchao"] = "adamw",
     offload: bool = False,
+    kernels: Literal["auto", "plain", "fused"] = "auto",
     again: Annotated[Literal["auto", "none", "selective", "full"], "activation checkpointing"] = "auto",
     offload_activations: bool = False,
     context_parallel: Annotated[int, "ranks that share each sequence out"] = 1,
@@ -73,13 +75,19 @@ def updates(
     each = [int(length) for length in lengths.split(",")]
     built = time.perf_counter()
     learner = Learner(
-        epochs=1, minibatches=1, negative_scale=1.0, kernels="auto", token_budget=min(each), shard=True,
+        epochs=1, minibatches=1, negative_scale=1.0, kernels=kernels, token_budget=min(each), shard=True,
         processes=max(2, ranks.size), activation_checkpointing=again, offload_activations=offload_activations,
-        context_parallel=context_parallel, master_dtype=masters, offload=offload,
+        context_parallel=context_parallel, master_dtype=masters, offload=offload, optimizer=optimizer,
     )  # fmt: skip
     trainer = _trainer(config_of(shape), lora_rank, learner, ranks)
     found: Result = {"shape": shape, "lora_rank": lora_rank, "ranks": ranks.size, "masters": masters}
-    found |= {"offload": offload, "offload_activations": offload_activations, "context_parallel": context_parallel}
+    found |= {
+        "optimizer": optimizer,
+        "kernels": kernels,
+        "offload": offload,
+        "offload_activations": offload_activations,
+        "context_parallel": context_parallel,
+    }
     found |= {"again": again, "build_s": time.perf_counter() - built}
     if ranks.rank:
         trainer.follow()

@@ -63,7 +63,7 @@ class LegSizes(msgspec.Struct, frozen=True):
 
 @commands
 async def service(
-    shape: Literal["tiny", "1b", "7b"] = "7b",
+    shape: Literal["tiny", "1b", "7b", "32b"] = "7b",
     at_once: tuple[int, ...] = (64, 256),
     leg_s: float = 14.0,
     rounds: int = 2,
@@ -76,6 +76,8 @@ async def service(
     max_tokens: int = 512,
     memory_share: float = 0.9,
     eager: bool = False,
+    compiled: Annotated[Literal["yes", "no"], "no: CUDA graphs of decoding alone, as sampler.compile=false"] = "yes",
+    tensor_parallel: Annotated[int, "GPUs that the model is split over"] = 1,
     device: Annotated[str, "by default cpu for the shape tiny, else cuda"] = "",
 ) -> Result:
     """Tokens per second through the whole sampler service against bare vLLM, on one engine, in turns.
@@ -96,7 +98,10 @@ async def service(
         make_weights(folder, drawn, sizes.rank)
         say("weights are made")
         device = device or ("cpu" if shape == "tiny" else "cuda")
-        settings = Sampler(slots=max(at_once), update=update, eager=eager, memory_share=memory_share)
+        settings = Sampler(
+            slots=max(at_once), update=update, eager=eager, compile=compiled == "yes", memory_share=memory_share,
+            tensor_parallel=tensor_parallel,
+        )  # fmt: skip
         options = VLLMOptions(
             settings=settings, model=str(folder / "base"), temperature=1.0, max_staleness=2, device=device, threads=1,
             seed=0, lora_rank=sizes.rank, roles=1, max_model_len=drawn.positions,
@@ -133,6 +138,8 @@ async def service(
         "swap_s": bench.swaps,
         "longest_pause_s": bench.pauses,
         "start_s": start_s,
+        "canary_error": stats.canary_max_error,
+        "tensor_parallel": tensor_parallel,
         "preemptions": stats.preemptions,
         "prefix_cached_tokens": stats.cached_tokens,
         **msgspec.structs.asdict(sizes),

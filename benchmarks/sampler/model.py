@@ -26,6 +26,7 @@ SHAPES: dict[str, ModelShape] = {
         QWEN, layers=16, hidden=2048, intermediate=8192, heads=16, kv_heads=4, vocabulary=65_536, positions=4096
     ),
     "7b": msgspec.structs.replace(QWEN, positions=4096),
+    "32b": msgspec.structs.replace(KNOWN["Qwen3-32B"], positions=4096),
 }
 
 

@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--right", type=float, default=0.75, metavar="SHARE", help="of the answers that are right (.75)")
     add("--answers", metavar="FILE", type=Path, help="answers of your own, a JSON line each: problem, answer")
     add("--price", metavar="NAME=PRICE", action="append", default=[], help="of an hour, beside cost.prices: H100=2.49")
-    add("--keep", action="store_true", help="leave the random weights in cache_path")
+    add("--keep", action="store_true", help="leave the random weights in cache_path, for the next one of this name")
     add("--json", action="store_true", help="the findings as JSON")
     add_settings(parser)
 
@@ -171,6 +171,9 @@ def fill(folder: Path, device: str) -> None:
     :raises HostError: it could not.
     """
     shape = parse_shape(folder / CONFIG)
+    if random_model.is_filled(folder):
+        say(f"random weights of {shape.parameters / 1e9:.2f} billion are there already")
+        return
     size = shape.parameters * (4 if device == "cpu" else 2)
     preflight.check_room(folder, size, "the random model", "or set cache_path=… to another disk")
     say(f"making random weights: {shape.parameters / 1e9:.2f} billion, {size / 1e9:.1f} GB")

@@ -15,8 +15,9 @@ from typing import Any
 
 import msgspec
 
+from kbrl_async.durable import write_atomically
 from kbrl_async.errors import UserError
-from kbrl_async.shapes import CONFIG, ModelShape, cached_config, read_shape
+from kbrl_async.shapes import CONFIG, ModelShape, cached_config, parse_shape, read_shape
 
 ENTRIES = 1024
 """Of a tokenizer that is made here: it spells code with about as many tokens as those of public models do."""
@@ -25,6 +26,8 @@ LEAST_ENTRIES = 258
 PAD, EOS = "<pad>", "<eos>"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
 SHARD = "4GB"
+FILLED = "weights.json"
+"""Beside weights that are whole, the `config.json` that they were drawn for."""
 SEED = 0
 
 
@@ -90,11 +93,27 @@ def fill(folder: Path, device: str) -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+    for old in (folder / FILLED, *weights_of(folder)):
+        old.unlink(missing_ok=True)
     torch.manual_seed(SEED)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
     model.save_pretrained(folder, max_shard_size=SHARD)
+    write_atomically(folder / FILLED, msgspec.json.encode(_drawn_by(folder)).decode())
+
+
+def is_filled(folder: Path) -> bool:
+    """Weights of this very shape are there, whole: a rehearsal before kept them."""
+    try:
+        return json.loads((folder / FILLED).read_text()) == _drawn_by(folder) and bool(weights_of(folder))
+    except (OSError, ValueError):
+        return False
+
+
+def _drawn_by(folder: Path) -> dict[str, Any]:
+    """What of the config says which tensors there are."""
+    return parse_shape(folder / CONFIG).as_config()
 
 
 def weights_of(folder: Path) -> list[Path]:

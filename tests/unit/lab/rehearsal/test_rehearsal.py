@@ -227,3 +227,19 @@ def test_a_run_that_ended_before_its_first_update_still_says_who_did_what() -> N
     assert next(p for p in it.processes if p.name == "sampler.1").busy == pytest.approx(0.5)
     with pytest.raises(UserError, match="before its processes had begun"):
         find(Config(), [], [], [], [])
+
+
+def test_weights_that_were_kept_are_known_as_long_as_they_are_whole_and_of_this_shape(
+    source: Path, tmp_path: Path
+) -> None:
+    model.describe(str(source), made := tmp_path / "made", TEXTS)
+    assert not model.is_filled(made)
+    model.fill(made, "cpu")
+    assert model.is_filled(made)
+    other = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(other | {"num_hidden_layers": 2}))
+    assert not model.is_filled(made)
+    (made / "config.json").write_text(json.dumps(other))
+    for path in model.weights_of(made):
+        path.unlink()
+    assert not model.is_filled(made)
