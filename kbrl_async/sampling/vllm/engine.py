@@ -52,6 +52,8 @@ from protocols.records import PolicyVersion, Purpose, SamplingParams
 
 FRUITLESS = 3
 """Interruptions in a row without a new token after which a rollout is given back."""
+FIRST = -1
+"""vLLM's priority of a canary; all others have 0 and go by their arrival."""
 
 
 class VLLMEngine:
@@ -86,6 +88,8 @@ class VLLMEngine:
         self._prover = VLLMProver(options.dtype, options.temperature)
         self.pausing = Pausing(llm, keep_kv=options.settings.keep_kv)
         self._serial = itertools.count()
+        # After an update everything in flight computes its keys and values anew, and no answer leaves before the proof.
+        self._urgent = {"priority": FIRST} if "priority" in inspect.signature(llm.generate).parameters else {}
         self._load_lock = asyncio.Lock()
         self._released = asyncio.Event()
         self._open = asyncio.Event()
@@ -377,7 +381,8 @@ class VLLMEngine:
             last = None
             async with self._failing(), asyncio.timeout(self.options.settings.answer_deadline_s(1)):
                 key = f"canary#{next(self._serial)}"
-                async for output in self._llm.generate(prompt, params, key, **self.with_lora(served)):
+                how = {**self.with_lora(served), **self._urgent}
+                async for output in self._llm.generate(prompt, params, key, **how):
                     last = output
             if last is None:
                 raise InfraError("vLLM gave no answer to a canary", "Restart the sampler")

@@ -139,6 +139,7 @@ def arguments(options: VLLMOptions, known: frozenset[str]) -> dict[str, Any]:
         "logprobs_mode": "raw_logprobs" if options.settings.forced else "processed_logprobs",
         "enable_prefix_caching": options.settings.prefix_caching,
         "enable_chunked_prefill": options.settings.chunked_prefill,
+        "scheduling_policy": "priority",  # canaries first
         # Tokens come and go as ids: the learner's tokenizer is the only one, and nobody else's defaults apply.
         "skip_tokenizer_init": True,
         "generation_config": "vllm",

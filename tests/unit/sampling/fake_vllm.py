@@ -134,14 +134,22 @@ class FakeAsyncLLM:
         self.logits: Callable[[torch.Tensor, float], torch.Tensor] = lambda z, temperature: z / temperature
         self.seen: list[tuple[str, str, str]] = []
         """(request, adapter, cache salt) of everything that was asked."""
+        self.priorities: dict[str, int] = {}
         self.workers = [FakeWorker(self.model, rank) for rank in range(workers)]
         self._wake = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
     async def generate(
-        self, prompt: dict[str, Any], params: FakeSamplingParams, request_id: str, *, lora_request: Any = None
+        self,
+        prompt: dict[str, Any],
+        params: FakeSamplingParams,
+        request_id: str,
+        *,
+        lora_request: Any = None,
+        priority: int = 0,
     ) -> AsyncIterator[Output]:
         self._alive()
+        self.priorities[request_id] = priority
         assert request_id not in self.running
         if lora_request is not None and lora_request.lora_int_id not in self.adapters:
             await self.add_lora(lora_request)

@@ -332,6 +332,18 @@ def test_no_answer_leaves_before_its_weights_are_proven(weights: Learner) -> Non
     served(weights, body)
 
 
+def test_canaries_come_before_everything_that_waits(weights: Learner) -> None:
+    """After an update all that is in flight computes its keys and values anew, and nothing leaves before the proof."""
+
+    async def body(engine: VLLMEngine, llm: FakeAsyncLLM) -> None:
+        await engine.load(*weights.publish())
+        await engine.generate("r", "1 2 3", SHORT)
+        asked = {name.partition("#")[0]: priority for name, priority in llm.priorities.items()}
+        assert asked["canary"] < asked["r"] == 0
+
+    served(weights, body)
+
+
 def test_an_adapter_for_an_engine_of_full_weights_is_refused(weights: Learner, tmp_path: Path) -> None:
     async def body(engine: VLLMEngine, llm: FakeAsyncLLM) -> None:
         manifest, folder = weights.publish()
