@@ -64,6 +64,31 @@ def with_model_of(source: str, function: str, words: str = "", given: str = "*in
     return f"{source.rstrip()}\n\n\n{model}"
 
 
+def fresh_inputs(made: str, lines: str = "    pass") -> str:
+    """`get_inputs` for tensors that a text writes out, the elements of `made` behind `lines`: what it gives the same
+    twice is drawn again, in that shape and range.
+    """
+    return f"""def _fresh(value, again):
+    if not isinstance(value, torch.Tensor) or value.numel() == 0 or not torch.equal(value, again):
+        return value
+    if not value.is_floating_point():
+        return value.flatten()[torch.randperm(value.numel())].view_as(value)
+    low, high = value.min(), value.max()
+    if low == high:
+        low, high = torch.minimum(low, 0 * low), torch.maximum(high, 0 * high + (low == 0))
+    return torch.rand_like(value) * (high - low) + low
+
+
+def _written():
+{lines}
+    return [{made}]
+
+
+def get_inputs():
+    return [_fresh(value, again) for value, again in zip(_written(), _written())]
+"""
+
+
 def with_arguments(source: str, config: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> str:
     """`get_inputs` and the constructor called with what a configuration says, where they take it. `others`: further
     configurations, each a workload.

@@ -29,6 +29,8 @@ from protocols.records import Problem
 JOURNAL = "import.jsonl"
 TAKEN, UNTRIED, LEFT = "taken", "taken, not tried", "left out"
 ENDED = "its process ended"
+FAILS = "its reference fails on inputs that candidates meet"
+_NO_ROOM = re.compile(r"memory|does not fit|would need|longer than|deadline")
 AHEAD = 4
 """Rows waiting for each worker: enough to keep it busy, few enough for a data set of any size."""
 
@@ -124,11 +126,13 @@ class Importer:
             return msgspec.structs.replace(row, reason=why)
         if audit.status != CLEAN and ENDED in audit.reason:
             return msgspec.structs.replace(row, reason=f"{ENDED} itself, or for want of memory")
+        if _fails(audit):
+            return msgspec.structs.replace(row, reason=FAILS)
         path = self.out / f"level{problem.level}" / f"{problem.name}.py"
         path.parent.mkdir(exist_ok=True)
         durable.write_atomically(path, problem.source)
-        outcome = TAKEN if audit.status == CLEAN else UNTRIED
-        return msgspec.structs.replace(row, outcome=outcome, reason=audit.reason)
+        outcome = TAKEN if audit.status == CLEAN and not audit.ours else UNTRIED
+        return msgspec.structs.replace(row, outcome=outcome, reason="; ".join(filter(None, (audit.reason, audit.ours))))
 
     def _id(self, found: Found) -> str:
         """Unique in this folder."""
@@ -155,6 +159,11 @@ class Importer:
         kept = [row for row in self.rows if row.outcome != LEFT]
         lines = [f'["{row.problem_id}"]\nsplit = "train"\n' for row in kept]
         durable.write_atomically(self.out / INDEX, "\n".join(lines))
+
+
+def _fails(audit: ProblemAudit) -> bool:
+    """Whether a bench could never verify a kernel for it, for another cause than room or time here."""
+    return "the reference of " in audit.ours and not _NO_ROOM.search(audit.ours)
 
 
 def _reading(source: str) -> ReferenceFacts | None:

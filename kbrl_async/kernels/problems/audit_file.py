@@ -147,7 +147,11 @@ def find(folder: Path | None, shapes: str) -> list[Path]:
 
 
 def with_flags(problems: Sequence[Problem], audits: Iterable[Audit]) -> list[Problem]:
-    """The problems with what audits hold against them. An audit of another source says nothing."""
-    known = {(a.problem_id, a.problem_hash): a.flags for audit in audits for a in audit.problems}
-    flagged = [(problem, known.get((problem.problem_id, problem_hash(problem)), ())) for problem in problems]
+    """The problems with all that any of the audits holds against them: what one device has no room for another may
+    have found. An audit of another source says nothing.
+    """
+    known: dict[tuple[str, str], dict[str, None]] = {}
+    for one in (one for audit in audits for one in audit.problems):
+        known.setdefault((one.problem_id, one.problem_hash), {}).update(dict.fromkeys(one.flags))
+    flagged = [(problem, tuple(known.get((problem.problem_id, problem_hash(problem)), ()))) for problem in problems]
     return [msgspec.structs.replace(problem, flags=flags) if flags else problem for problem, flags in flagged]

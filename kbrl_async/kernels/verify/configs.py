@@ -1,4 +1,5 @@
-"""Configurations of models among constructor arguments, as plain values: KernelBench's level 4 hands them on.
+"""Configurations among constructor arguments, as plain values: KernelBench's level 4 hands on those of models,
+KernelBook's rows dictionaries whose keys are fields.
 
 The reference's child says what a configuration holds, and the candidate's child makes one of it. The processes that
 judge pass both on as the plain values that they are.
@@ -11,6 +12,20 @@ from collections.abc import Callable
 from typing import Any
 
 KEY = "transformers configuration"
+OPEN, CLOSED = "dictionary with fields", "dictionary with fields and no others"
+
+
+class Fields(dict[str, Any]):
+    """A dictionary that gives its values as fields, too. Of one that it lacks it says None, or there is none."""
+
+    def __init__(self, given: dict[str, Any], *, is_open: bool) -> None:
+        super().__init__(given)
+        self.__dict__["_is_open"] = is_open
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self or (self.__dict__.get("_is_open") and not name.startswith("__")):
+            return self.get(name)
+        raise AttributeError(f"it has no field {name}")
 
 
 def packed(value: Any) -> Any:
@@ -23,6 +38,9 @@ def packed(value: Any) -> Any:
         if type(value) is not _class_of(value.model_type):
             raise TypeError(f"a {type(value).__name__}, which transformers does not have, can't be handed over")
         return {KEY: value.to_dict()}
+    if isinstance(value, dict) and any(hasattr(value, str(key)) and not hasattr({}, str(key)) for key in value):
+        kind = OPEN if hasattr(value, "no_field_of_this_name") else CLOSED
+        return {kind: {key: packed(item) for key, item in value.items()}}
     return _within(value, packed)
 
 
@@ -31,6 +49,8 @@ def unpacked(value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == {KEY}:
         fields = value[KEY]
         return _class_of(fields["model_type"]).from_dict(fields)
+    if isinstance(value, dict) and len(value) == 1 and (kind := next(iter(value))) in (OPEN, CLOSED):
+        return Fields({key: unpacked(item) for key, item in value[kind].items()}, is_open=kind == OPEN)
     return _within(value, unpacked)
 
 

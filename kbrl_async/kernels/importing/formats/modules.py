@@ -1,8 +1,9 @@
 """A folder of plain PyTorch modules: a class or a function in each file, and what to call it with.
 
 `get_inputs()`, or `example_inputs` (a list or tuple of tensors), or a call of it with no argument; `get_init_inputs()`
-where the constructor wants arguments. A file with KernelBench's contract is taken as it is, an archive of
-`torch.export` as its graph.
+where the constructor wants arguments. Examples that are the same each time say what inputs are like: they are drawn
+again, in their shape and range. A file with KernelBench's contract is taken as it is, an archive of `torch.export` as
+its graph.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kbrl_async.kernels.importing.formats import exported
-from kbrl_async.kernels.importing.found import Found, LeftOut, as_model, parsed, stem_of, with_model_of
+from kbrl_async.kernels.importing.found import Found, LeftOut, as_model, fresh_inputs, parsed, stem_of, with_model_of
 from kbrl_async.kernels.problems.contract import bound_names
 
 EXAMPLES = "example_inputs"
@@ -50,8 +51,9 @@ def source_of(text: str) -> str:
         if EXAMPLES not in names:
             raise LeftOut("no get_inputs and no example_inputs")
         is_function = any(isinstance(node, ast.FunctionDef) and node.name == EXAMPLES for node in body)
-        called = f"{EXAMPLES}()" if is_function else EXAMPLES
-        text = f"{text.rstrip()}\n\n\ndef get_inputs():\n    return list({called})\n"
+        called = f"*{EXAMPLES}()" if is_function else f"*{EXAMPLES}"
+        library = "" if "torch" in names else "import torch\n\n\n"
+        text = f"{text.rstrip()}\n\n\n{library}{fresh_inputs(called)}"
     if "get_init_inputs" not in names:
         text = f"{text.rstrip()}\n\n\ndef get_init_inputs():\n    return []\n"
     return text

@@ -11,31 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kbrl_async.kernels.importing.found import Found, LeftOut, parsed, stem_of, with_model_of
+from kbrl_async.kernels.importing.found import Found, LeftOut, fresh_inputs, parsed, stem_of, with_model_of
 
-INPUTS = """def _fresh(value, again):
-    if not isinstance(value, torch.Tensor) or value.numel() == 0 or not torch.equal(value, again):
-        return value
-    if not value.is_floating_point():
-        return value.flatten()[torch.randperm(value.numel())].view_as(value)
-    low, high = value.min(), value.max()
-    if low == high:
-        low, high = torch.minimum(low, 0 * low), torch.maximum(high, 0 * high + (low == 0))
-    return torch.rand_like(value) * (high - low) + low
-
-
-def _written():
-{lines}
-    return [{made}]
-
-
-def get_inputs():
-    return [_fresh(value, again) for value, again in zip(_written(), _written())]
-
-
-def get_init_inputs():
-    return []
-"""
 LINE = re.compile(r"^#{40,}\s*$", re.MULTILINE)
 
 
@@ -77,7 +54,8 @@ def source_of(text: str) -> str:
     made = ", ".join(_on_cpu(node) for node in (*call.args, *(word.value for word in drawn)))
     given = f"*inputs[:{len(call.args)}]" if drawn else "*inputs"
     model = with_model_of(code, functions[-1], ", ".join((*places, *constants)), given)
-    return f"{model}\n\n{INPUTS.format(lines=lines or '    pass', made=made)}"
+    inputs = fresh_inputs(made, lines or "    pass")
+    return f"{model}\n\n{inputs}\n\ndef get_init_inputs():\n    return []\n"
 
 
 class _Call(NamedTuple):

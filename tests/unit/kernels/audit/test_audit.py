@@ -203,6 +203,14 @@ def test_a_problem_that_was_changed_since_is_not_flagged(tmp_path: Path) -> None
     assert audit_file.with_flags([problem("x * 1")], [audit])[0].flags == ()
 
 
+def test_what_one_audit_had_no_room_for_another_may_have_found() -> None:
+    asked = problem("x")
+    of_it = ProblemAudit(asked.problem_id, problem_hash(asked), audit_file.NOT_AUDITED)
+    flagged = [msgspec.structs.replace(of_it, findings=(AuditFinding(kind, ""),)) for kind in ("random", "cannot_run")]
+    audits = [made(flagged[0]), made(flagged[1]), made(of_it)]
+    assert audit_file.with_flags([asked], audits)[0].flags == ("random", "cannot_run")
+
+
 def test_the_projects_own_suite_is_audited_and_clean() -> None:
     audit = audit_file.read(audit_file.OUR_AUDITS / "suite-cpu.json")
     known = {(a.problem_id, a.problem_hash): a for a in audit.problems}

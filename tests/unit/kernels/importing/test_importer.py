@@ -91,6 +91,29 @@ def test_the_next_run_goes_on_behind_the_journal(tmp_path: Path, monkeypatch: py
     assert len(load_problems(str(first))) == 3
 
 
+@pytest.mark.parametrize(
+    ("ours", "outcome"),
+    [
+        ("", "taken"),
+        ("not tried: it would need about 9.1 GiB", "taken, not tried"),
+        ("not tried: the reference of L1/a fails: a call took longer than 20 s", "taken, not tried"),
+        ("not tried: the reference of L1/a fails: RuntimeError: not enough memory", "taken, not tried"),
+        ("not tried: the reference of L1/a fails: LinAlgError: the input matrix is singular", "left out"),
+        ("not tried: the reference of L1/a is random or keeps state: the same inputs gave two answers", "left out"),
+    ],
+)  # fmt: skip
+def test_what_our_inputs_break_is_left_out_and_what_has_no_room_for_them_is_untried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: str, outcome: str
+) -> None:
+    def audited(_: Auditor, asked: Problem) -> ProblemAudit:
+        return ProblemAudit(asked.problem_id, problem_hash(asked), "clean", ours=ours)
+
+    monkeypatch.setattr(Auditor, "audit", audited)
+    (row,) = Importer(tmp_path / "out", LIMITS, jobs=1).run([found("a")])
+    assert row.outcome == outcome
+    assert bool(row.reason) == bool(ours)
+
+
 def test_rows_are_read_as_they_are_needed(tmp_path: Path) -> None:
     """A data set of any size takes the memory of a few rows."""
     read = 0

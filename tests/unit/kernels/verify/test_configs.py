@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -36,6 +37,33 @@ def test_what_stands_beside_it_stays_what_it_is() -> None:
     assert first == [1, (2.5, "a")]
     assert named["config"].n_layer == 1
     assert torch.equal(named["x"], torch.ones(3))
+
+
+class Mock(dict[str, Any]):
+    """As the tool has it that found KernelBook's rows."""
+
+    __getattr__ = dict.get
+
+
+class Strict(dict[str, Any]):
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@pytest.mark.parametrize("kind", [Mock, Strict])
+def test_a_dictionary_with_fields_keeps_them(kind: type[dict[str, Any]]) -> None:
+    given = kind(hidden=4, inner=kind(rate=0.5), items=3, weights=torch.ones(2))
+    ((found,), named) = handed_over([[given], {"plain": {"hidden": 1}}])
+    assert found == {"hidden": 4, "inner": {"rate": 0.5}, "items": 3, "weights": found["weights"]}
+    assert found.hidden == 4
+    assert found.inner.rate == 0.5
+    assert callable(found.items)
+    assert hasattr(found, "other") == (kind is Mock)
+    assert copy.deepcopy(found).hidden == 4
+    assert type(named["plain"]) is dict
 
 
 def test_a_class_that_transformers_does_not_have_is_refused() -> None:
