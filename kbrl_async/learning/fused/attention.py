@@ -145,8 +145,12 @@ def fastest(heads: int, kv_heads: int, depth: int, length: int, dtype: torch.dty
     found: dict[str, MeasuredKernel] = {}
     shape = (heads, kv_heads, depth, min(length, 8192), dtype, device)
     try:
-        # Who asks may be inside of a checkpoint, which counts what is kept: this is not done again with it.
-        with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        # Who asks may be inside of a checkpoint, which counts what is kept: this is not done again with it. And under
+        # autocast, which would compute the yardstick itself in bf16: all but `math` looked wrong by it.
+        with (
+            torch.autograd.graph.saved_tensors_hooks(_same, _same),
+            torch.autocast(device.type, enabled=False),
+        ):
             for name, candidate in CANDIDATES.items():
                 if name == "math" and any(one.error <= TOLERANCE for one in found.values()):
                     continue
