@@ -227,6 +227,13 @@ def test_integers_of_flashinfer_trace_are_drawn_by_what_their_names_mean(tmp_pat
     assert pages.max() < 7
 
 
+def test_flashinfer_trace_calls_by_names_and_has_tensors_of_no_dimension(tmp_path: Path) -> None:
+    inputs = {"scale": {"shape": [], "dtype": "float32"}, "x": {"shape": ["M"], "dtype": "float32"}}
+    reference = "def run(x, scale):\n    return x[0] * 0 + scale + scale.dim()"
+    (one,) = trace(tmp_path, [], gemm=definition(inputs=inputs, reference=reference))
+    assert float(outputs_of(one)) == 0.125
+
+
 @pytest.mark.parametrize("path", ["blob/kept.safetensors", "../kept.safetensors"])
 def test_integers_in_a_file_stand_in_the_text_and_a_path_out_of_the_place_is_not_read(
     tmp_path: Path, path: str
