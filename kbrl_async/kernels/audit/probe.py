@@ -256,7 +256,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _scale(tensor: torch.Tensor) -> float:
     if tensor.numel() == 0:
         return 0.0
-    low, high = torch.aminmax(torch.nan_to_num(tensor) if tensor.is_floating_point() else tensor)
+    if tensor.is_floating_point():
+        tensor = torch.nan_to_num(tensor if tensor.element_size() > 1 else tensor.float())  # of 8 bits it has none
+    low, high = torch.aminmax(tensor)
     return max(abs(float(low)), abs(float(high)))
 
 

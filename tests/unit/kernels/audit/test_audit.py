@@ -84,6 +84,11 @@ def test_what_makes_a_score_meaningless_is_found(auditor: Auditor, forward: str,
     assert (audit.status == "flagged") == bool(audit.flags)
 
 
+def test_an_output_of_8_bits_is_looked_at(auditor: Auditor) -> None:
+    audit = auditor.audit(problem("torch.tanh(x).to(torch.float8_e4m3fn)"))
+    assert (audit.status, audit.output_scale) == ("clean", 1.0), audit
+
+
 @pytest.mark.parametrize(
     "forward",
     [

@@ -371,6 +371,16 @@ def test_plain_modules_and_functions_with_example_inputs_are_taken(tmp_path: Pat
     assert bare.left_out == "no get_inputs and no example_inputs"
 
 
+def test_a_layer_of_torchs_own_class_is_a_module(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "import torch\nfrom torch import nn\n\n\ndef scale(x):\n    return x * 2\n\n\nclass Scaled(nn.Linear):\n"
+        "    def forward(self, x):\n        return scale(super().forward(x))\n\n\nclass Last(Scaled):\n    pass\n\n\n"
+        "example_inputs = [torch.rand(3, 4)]\n\n\ndef get_init_inputs():\n    return [4, 5]\n"
+    )
+    (one,) = read(str(tmp_path))[1]
+    assert outputs_of(one).shape == (3, 5)
+
+
 def test_a_place_that_is_none_says_what_is_known(tmp_path: Path) -> None:
     with pytest.raises(ProblemError, match="holds no problems of a known format"):
         read(str(tmp_path))
