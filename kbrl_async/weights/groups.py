@@ -215,6 +215,7 @@ class TransferGroup:
         self._device, self.patience_s, self._part, self._parts = device, patience_s, part, meeting.parts
         self._memory = BucketMemory(device)
         store = dist.PrefixStore(f"group/{link}/{part}" if part else f"group/{link}", meeting.store(patience_s))
+        self._store, self._receivers, self._count = store, size - 1, 0
         try:
             self._group = (
                 _nccl(store, rank, size, device)
@@ -229,11 +230,14 @@ class TransferGroup:
         with beside(self._device):
             for bucket in buckets(index):
                 if pieces := shares(bucket, self._part, self._parts):
-                    self._broadcast(filled(pieces, tensors, self._memory.room(pieces)))
+                    stage = filled(pieces, tensors, self._memory.room(pieces))
+                    self._await_receivers()
+                    self._broadcast(stage)
 
     def receive(self, pieces: Placed) -> torch.Tensor:
         """The same at the other end: uint8 [bytes], valid until the next call. InfraError as in `send`."""
         stage = self._memory.room(pieces)
+        self._announce()
         self._broadcast(stage)
         return stage
 
@@ -241,6 +245,32 @@ class TransferGroup:
         """Whatever is under way fails, on both sides."""
         with contextlib.suppress(*LOST):
             self._group.abort()
+
+    def _announce(self) -> None:
+        """Tells the sender that this worker takes the next bucket."""
+        if self._device.type != "cuda":
+            return
+        try:
+            if self._store.add(f"takes/{self._count}", 1) == self._receivers:
+                self._store.set(f"ready/{self._count}", "")
+        except LOST as error:
+            raise gone(error) from error
+        self._count += 1
+
+    def _await_receivers(self) -> None:
+        """Until all workers take the next bucket. A kernel of NCCL that waited on the sender's GPU for them would stop
+        whatever synchronises that GPU, such as an allocation of the update beside; where other ranks wait for that
+        update, and the workers for their parts, nobody would go on."""
+        if self._device.type != "cuda":
+            return
+        try:
+            self._store.wait([f"ready/{self._count}"], datetime.timedelta(seconds=self.patience_s))
+            self._store.delete_key(f"ready/{self._count}")
+            self._store.delete_key(f"takes/{self._count}")
+        except LOST as error:
+            self.close()
+            raise gone(error) from error
+        self._count += 1
 
     def _broadcast(self, stage: torch.Tensor) -> None:
         options = dist.BroadcastOptions()
