@@ -381,6 +381,27 @@ def test_a_layer_of_torchs_own_class_is_a_module(tmp_path: Path) -> None:
     assert outputs_of(one).shape == (3, 5)
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("MIT License\n\nCopyright (c) 2023 Someone\n", "MIT"),
+        ("\n   Apache License\n   Version 2.0, January 2004\n", "Apache-2.0"),
+        ("Redistribution and use in source …\n3. Neither the name of …", "BSD-3-Clause"),
+        ("\nMy own words\nand more", "My own words"),
+    ],
+)
+def test_files_of_a_checkout_have_its_licence_unless_they_say_their_own(tmp_path: Path, text: str, name: str) -> None:
+    place = tmp_path / "checkout" / "inner"
+    place.mkdir(parents=True)
+    (tmp_path / "LICENSE").write_text("of somebody else")
+    (place / "a.py").write_text(model("Net"))
+    (place / "b.py").write_text(model("Net") + "\nLICENSE = 'CC0'\n")
+    assert [one.license for one in read(str(place))[1]] == ["", "CC0"]
+    (place.parent / ".git").mkdir()
+    (place.parent / "LICENSE").write_text(text)
+    assert [one.license for one in read(str(place))[1]] == [name, "CC0"]
+
+
 def test_a_place_that_is_none_says_what_is_known(tmp_path: Path) -> None:
     with pytest.raises(ProblemError, match="holds no problems of a known format"):
         read(str(tmp_path))
