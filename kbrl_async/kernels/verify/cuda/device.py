@@ -73,7 +73,7 @@ class CudaDevice(Device):
     tools = "gpu-tool"
 
     def __init__(self, name: str) -> None:
-        super().__init__(name)
+        super().__init__(f"cuda:{torch.device(name).index or 0}")  # torch takes no other name in most places
         self._health: GpuHealth | None = None
         self.spares: PrewarmedChildren | None = None
         self.homes: PrewarmedChildren | None = None
@@ -100,6 +100,7 @@ class CudaDevice(Device):
         memory, scratch = max(limits.memory_bytes, _HOST_BYTES), max(limits.scratch_bytes, _SCRATCH_BYTES)
         return msgspec.structs.replace(
             options,
+            device=self.name,
             deadline_s=max(options.deadline_s, _CANDIDATE_S),
             call_floor_s=max(options.call_floor_s, _CALL_S),
             first_call_s=max(options.first_call_s, _FIRST_S),
@@ -108,9 +109,8 @@ class CudaDevice(Device):
 
     def open(self, memory_share: float) -> None:
         where = torch.device(self.name)
-        if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
+        if not torch.cuda.is_available() or where.index >= torch.cuda.device_count():
             raise MissingTool(f"there is no GPU {self.name} on this host", "Choose `device=cpu`, or see `nvidia-smi`")
-        where = torch.device("cuda", where.index or 0)
         torch.cuda.set_per_process_memory_fraction(memory_share, where)  # a plan that fails is ours, not a neighbour's
         self._health, self._memory_share = GpuHealth(where), memory_share
         if memory_share <= _DIVIDED:
