@@ -29,6 +29,7 @@ from kbrl_async.kernels.verify.wire import Trace
 
 _now = time.thread_time_ns
 _is_tensor = torch.is_tensor
+_is_captured = torch.cuda.is_current_stream_capturing
 _KEPT = 8
 BEFORE = "what was there before an own kernel ran"
 _LIBRARY = ("aten::", "prim::", "prims::")
@@ -99,11 +100,52 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
         return any(is_answer(item, given) for given in self._inputs)
 
     def _keep(self, name: str, result: Any) -> None:
-        for item in result if isinstance(result, (list, tuple)) else [result]:
-            if _is_tensor(item) and item.numel() in self._sizes:
-                if len(self.kept) == _KEPT:
-                    del self.kept[_KEPT // 2]  # the first and the last ones stay
-                self.kept.append((name, item.clone()))
+        for item in self._possible(result):
+            if len(self.kept) == _KEPT:
+                del self.kept[_KEPT // 2]  # the first and the last ones stay
+            self.kept.append((name, item.clone()))
+
+    def _possible(self, result: Any) -> list[torch.Tensor]:
+        items = result if isinstance(result, (list, tuple)) else [result]
+        return [item for item in items if _is_tensor(item) and item.numel() in self._sizes]
+
+    def tells(self, name: str, item: torch.Tensor, answer: Sequence[torch.Tensor]) -> bool:
+        """Whether this result already was one of the answer's tensors; an input never tells."""
+        if name == BEFORE and self.is_input(item):
+            return False
+        return any(is_answer(item, wanted) for wanted in answer)
+
+
+class AnswerWatch(OperatorWatch):  # type: ignore[no-untyped-call] # as above
+    """Knows the answer, and compares each result with it as it comes: that takes no memory for any of them."""
+
+    def __init__(self, answer: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__({tensor.numel() for tensor in answer}, inputs)
+        self._answer = answer
+        self._is_looking = False
+        self.answered = ""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_looking:
+            return function(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def _keep(self, name: str, result: Any) -> None:
+        items = [] if self.answered else self._possible(result)
+        if any(item.is_cuda for item in items) and _is_captured():  # there are no values yet
+            super()._keep(name, result)
+            return
+        self._is_looking = True
+        try:
+            if any(self.tells(name, item, self._answer) for item in items):
+                self.answered = name
+        finally:
+            self._is_looking = False
+
+    def found(self, trace: Trace) -> Trace:
+        """After the run."""
+        known = msgspec.structs.replace(trace, answered=self.answered)
+        return known if self.answered else answered(known, self, self._answer)
 
 
 def recorded(run: Callable[[], Any], watch: OperatorWatch | None = None, muted: bool = False) -> tuple[Any, Trace]:
@@ -123,10 +165,9 @@ def recorded(run: Callable[[], Any], watch: OperatorWatch | None = None, muted: 
     return result, Trace(launches, watch.ops, watch.inside, "", tampered or _tampered())
 
 
-def answered(trace: Trace, watch: OperatorWatch, answer: list[torch.Tensor]) -> Trace:
-    """The trace, with the first operator whose result already was one of the answer's tensors; an input never tells."""
-    kept = [(name, item) for name, item in watch.kept if name != BEFORE or not watch.is_input(item)]
-    name = next((name for name, item in kept for wanted in answer if is_answer(item, wanted)), "")
+def answered(trace: Trace, watch: OperatorWatch, answer: Sequence[torch.Tensor]) -> Trace:
+    """The trace, with the first operator whose result already was one of the answer's tensors."""
+    name = next((name for name, item in watch.kept if watch.tells(name, item, answer)), "")
     return msgspec.structs.replace(trace, answered=name)
 
 

@@ -19,13 +19,14 @@ from kbrl_async.errors import InfraError, MissingTool
 from kbrl_async.kernels.backends import preloads
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.stages import span
-from kbrl_async.kernels.verify import fused
+from kbrl_async.kernels.verify import fused, proof
 from kbrl_async.kernels.verify.cuda.health import GpuHealth
 from kbrl_async.kernels.verify.cuda.passes import Passes
 from kbrl_async.kernels.verify.cuda.prewarmed import LIFE_S, PrewarmedChildren
 from kbrl_async.kernels.verify.cuda.reference import CudaReference, DoesNotFit, make_room, room_kept
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
 from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory, Unreplayable
+from kbrl_async.kernels.verify.cuda.session import CudaSession
 from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.hoarding import WAITED, Crowded, NoMemory
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
@@ -322,6 +323,25 @@ class CudaDevice(Device):
         self, checker: Checker, candidate: Candidate, options: BenchOptions, rng: random.Random, tick: Tick
     ) -> None:
         self.stopwatch(checker, checker.reference.session, options, rng, tick).prove(candidate)
+
+    def prove_last(self, checker: Checker) -> None:
+        """Of who is watched. Without the memory for it nothing is proven, once others have given way."""
+        from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels
+        from kbrl_async.kernels.verify.cuda.sides import Sides
+
+        if checker.fault is not None or not (checker.is_untrusted and checker.options.is_proven):
+            return
+        if not isinstance(checker.session, CudaSession):
+            return
+        sides = Sides(checker, checker.reference.session, random.SystemRandom())
+        try:
+            checker.refuse(CapturedKernels(checker, sides).of_watched())
+        except CandidateFault as fault:
+            checker.accuse(fault)
+        except NoMemory as short:
+            if not self._has_given_way:
+                raise
+            checker.refuse(proof.unseen(short.cause))
 
     def ended(self, fault: CandidateFault, pid: int, zygote: Zygote) -> None:
         self.health.check(pid)

@@ -291,6 +291,18 @@ class CudaSession(Session):
         torch.cuda.synchronize()
         return super().call(op, slot, deadline_s)
 
+    def without_launches(self, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
+        """A forward over slot 0 whose own launches are skipped. `answer`: what it gave over these inputs before; its
+        process compares the library's results with that where its outputs are to go, so that none has to be kept.
+        """
+        assert self.shared is not None
+        self.uses += 1
+        self.poison()
+        for (meta, _), tensor in zip(self._outs, answer, strict=True):
+            self.shared.view(meta).copy_(tensor)
+        torch.cuda.synchronize()
+        return super().call(wire.OP_MUTED, 0, deadline_s)
+
     def poison(self, slots: int | None = None) -> None:
         if self.shared is None:
             return

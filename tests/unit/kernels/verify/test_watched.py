@@ -1,0 +1,174 @@
+"""Of who is watched on a GPU and not replayed: whether its own kernels are needed. No GPU is asked here."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, cast
+from unittest.mock import Mock, patch
+
+import numpy as np
+import pytest
+import torch
+
+from kbrl_async.kernels.backends.launch.recorder import RECORDER
+from kbrl_async.kernels.verify import compare, wire
+from kbrl_async.kernels.verify.cuda.device import CudaDevice
+from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels
+from kbrl_async.kernels.verify.cuda.runner import CudaRunner
+from kbrl_async.kernels.verify.cuda.session import CudaSession
+from kbrl_async.kernels.verify.hoarding import NoMemory
+from kbrl_async.kernels.verify.proof import Finding
+from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
+from kbrl_async.kernels.verify.tolerance import Tolerance
+from protocols.records import Fault
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+ALLOWED = [Tolerance(1e-4, 1e-4)]
+
+
+def own(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """An own kernel, launched as each launcher does it."""
+    y = torch.empty_like(x).fill_(7.0)
+    if RECORDER.tape is not None:
+        RECORDER.tape("own", (x, y), [])
+    RECORDER.call("own", lambda: y.copy_(function(x)))
+    return y
+
+
+def decoy(x: torch.Tensor) -> torch.Tensor:
+    return own(torch.tanh(x), lambda found: found)
+
+
+def suspicious(x: torch.Tensor) -> torch.Tensor:
+    """A decoy that fails where its kernel did not run."""
+    y = decoy(x)
+    if bool((y == 7.0).all()):
+        raise ValueError("nothing was written")
+    return y
+
+
+def honest(x: torch.Tensor) -> torch.Tensor:
+    return own(x * 2, lambda doubled: torch.tanh(doubled / 2))
+
+
+def idle(x: torch.Tensor) -> torch.Tensor:
+    own(x, torch.exp)
+    return torch.tanh(x)
+
+
+def unseen(x: torch.Tensor) -> torch.Tensor:
+    """By a way that no launcher sees."""
+    return torch.from_numpy(np.tanh(x.numpy()))
+
+
+class Child:
+    """The runner of a watched candidate, over memory that both hold."""
+
+    def __init__(self, forward: Forward, size: int = 64) -> None:
+        self.arena, self.place = torch.zeros(size), torch.zeros(size)
+        self.runner = cast(Any, CudaRunner.__new__(CudaRunner))
+        self.runner.slots, self.runner.model = [[self.place]], forward
+        self.runner._outs = [["where the output of slot 0 goes"]]
+        self.runner._shared = types.SimpleNamespace(view=lambda meta: self.arena)
+        self.launches = 0
+
+    def call(self, op: int, slot: int, deadline_s: float) -> ForwardOutcome:
+        if op == wire.OP_MUTED:
+            try:
+                result, trace = self.runner._traced(slot, True)
+            except ValueError as error:
+                raise CandidateFault(Fault.RUNTIME_ERROR, str(error)) from error
+        else:
+            result, trace = self.runner.model(self.place), None
+        return ForwardOutcome(0, 0, 0, ["V", None], [] if result is None else [result], trace)
+
+    def without_launches(self, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
+        self.arena.copy_(answer[0])
+        return self.call(wire.OP_MUTED, 0, deadline_s)
+
+
+def watched(child: Child, keeps_sets: bool = True) -> CapturedKernels:
+    session = cast(Any, CudaSession.__new__(CudaSession))
+    session.slots, session.call, session.without_launches = [[child.place]], child.call, child.without_launches
+    reference, sides = Mock(slots=[[torch.zeros_like(child.place)]]), Mock(limit_s=1.0)
+    reference.call = lambda *given: Mock(tensors=[torch.tanh(reference.slots[0][0])])
+    reference.look = lambda answer: answer
+    sides.nominal.degenerate = sides.nominal.mutated = False
+    sides.reference, sides.candidate = reference, session
+
+    def fill(slots: list[int]) -> None:
+        child.place.copy_(torch.randn_like(child.place))
+        reference.slots[0][0].copy_(child.place)
+
+    sides.fill = fill
+    sides.differ = lambda got, expected: compare.difference(got[0], expected[0], ALLOWED[0])
+    checker = Mock(reference=Mock(keeps_sets=keeps_sets))
+    checker.outputs = lambda outcome: outcome.tensors
+    return CapturedKernels(checker, sides)
+
+
+def found_of(forward: Forward, keeps_sets: bool = True) -> Finding | None:
+    return watched(Child(forward), keeps_sets).of_watched()
+
+
+@pytest.mark.parametrize("keeps_sets", [True, False], ids=["small", "large"])
+@pytest.mark.parametrize("forward", [decoy, suspicious])
+def test_a_copy_of_the_librarys_result_is_a_decoy_where_it_is_only_watched(forward: Forward, keeps_sets: bool) -> None:
+    """Such were accepted wherever forward could be captured: nobody looked at the operators' results."""
+    found = found_of(forward, keeps_sets)
+    assert found is not None
+    assert (found.rule, found.fault) == ("decoy_kernel", Fault.CHEATING)
+    assert "aten::tanh" in found.text
+
+
+def test_who_needs_its_own_kernels_passes() -> None:
+    assert found_of(honest) is None
+
+
+def test_a_kernel_that_nothing_needs_is_a_decoy() -> None:
+    found = found_of(idle)
+    assert found is not None
+    assert found.rule == "decoy_kernel"
+
+
+def test_launches_that_nobody_saw_prove_nothing_and_accuse_nobody() -> None:
+    found = found_of(unseen)
+    assert found is not None
+    assert (found.rule, found.fault) == ("no_own_kernel", Fault.UNPROVEN)
+
+
+def test_none_of_the_librarys_results_is_kept() -> None:
+    """Eight of them did not fit beside a large problem, whose candidate was then said to hoard memory."""
+    child = Child(decoy)
+    child.place.copy_(torch.randn(64))
+    child.arena.copy_(torch.tanh(child.place))
+    with patch.object(torch.Tensor, "clone", Mock(side_effect=AssertionError("nothing is copied"))):
+        _, trace = child.runner._traced(0, True)
+    assert trace.answered == "aten::tanh"
+
+
+def starved(child: Child) -> None:
+    def without_launches(answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
+        raise CandidateFault(Fault.OUT_OF_MEMORY, "CUDA out of memory")
+
+    child.without_launches = without_launches  # type: ignore[method-assign]
+
+
+def test_a_proof_that_found_no_memory_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried with more, and in the end nothing is proven: neither right nor a fault of the candidate's."""
+    child = Child(honest)
+    starved(child)
+    kernels = watched(child)
+    with pytest.raises(NoMemory):
+        kernels.of_watched()
+    monkeypatch.setattr("kbrl_async.kernels.verify.cuda.own_kernels.CapturedKernels", lambda *given: kernels)
+    monkeypatch.setattr("kbrl_async.kernels.verify.cuda.sides.Sides", Mock())
+    checker = Mock(fault=None, is_untrusted=True, session=CudaSession.__new__(CudaSession))
+    device = CudaDevice("cuda:0")
+    with pytest.raises(NoMemory):
+        device.prove_last(checker)
+    device._has_given_way = True
+    device.prove_last(checker)
+    (found,) = checker.refuse.call_args.args
+    assert (found.rule, found.fault) == ("no_own_kernel", Fault.UNPROVEN)
