@@ -22,7 +22,16 @@ _PART = 1 << 22
 _equal, _aminmax = torch.equal, torch.aminmax
 
 
-def is_answer(item: torch.Tensor, wanted: torch.Tensor) -> bool:
+def is_moved(item: torch.Tensor, wanted: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a copy that the library made is the answer as it is: where nothing is to be done but to bring elements
+    into another order, that was all of it. Not where an input lies so already, nor where the copy does not.
+    """
+    if item.numel() < 2 or not item.is_contiguous() or not is_answer(item, wanted, in_any_order=False):
+        return False
+    return not any(is_answer(given, wanted, in_any_order=False) for given in inputs)
+
+
+def is_answer(item: torch.Tensor, wanted: torch.Tensor, in_any_order: bool = True) -> bool:
     """Whether `item` holds all that `wanted` does, so that whoever has it need only copy.
 
     A single number of floating point counts, as a loss is one; a single integer may be the same by chance, and so may
@@ -37,7 +46,7 @@ def is_answer(item: torch.Tensor, wanted: torch.Tensor) -> bool:
         first = wanted[(0,) * wanted.dim()]
         is_alike = not item.is_floating_point() and (item.dtype == torch.bool) == (wanted.dtype == torch.bool)
         is_chance = not is_alike or all(_equal(part, first.expand_as(part)) for part in slices(wanted, _PART))
-        return not is_chance and _is_in_some_order(item, wanted, lambda a, b: _equal(a.to(b.dtype), b))
+        return not is_chance and _is_same(item, wanted, lambda a, b: _equal(a.to(b.dtype), b), in_any_order)
     low, high = (float(end) for end in _aminmax(wanted))
     if low == high and wanted.numel() > 1:
         return False
@@ -52,13 +61,16 @@ def is_answer(item: torch.Tensor, wanted: torch.Tensor) -> bool:
         a, b = (a.to(b.dtype) if a.is_floating_point() else a).double(), b.double()
         return bool(((a - b).abs() <= near + _SAME * b.abs()).all())
 
-    return _is_in_some_order(item, wanted, are_near)
+    return _is_same(item, wanted, are_near, in_any_order)
 
 
-def _is_in_some_order(
-    item: torch.Tensor, wanted: torch.Tensor, are_same: Callable[[torch.Tensor, torch.Tensor], bool]
+def _is_same(
+    item: torch.Tensor,
+    wanted: torch.Tensor,
+    are_same: Callable[[torch.Tensor, torch.Tensor], bool],
+    in_any_order: bool,
 ) -> bool:
-    for one in _orders(item):
+    for one in _orders(item) if in_any_order else [item]:
         parts = zip(slices(one, _PART), slices(wanted.reshape(one.shape), _PART), strict=True)
         if all(are_same(*both) for both in parts):
             return True

@@ -17,7 +17,8 @@ from kbrl_async.kernels.verify import proof, wire
 from kbrl_async.kernels.verify.checks import DEGENERATE_NOTE, Checker
 from kbrl_async.kernels.verify.cpu.replay import CpuReplaySession
 from kbrl_async.kernels.verify.input_set import InputSet, place, tensors_of
-from kbrl_async.kernels.verify.layouts import are_answer, is_answer, runs_of
+from kbrl_async.kernels.verify.layouts import are_answer, is_answer, is_moved, runs_of
+from kbrl_async.kernels.verify.operators import copies
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Session
 from protocols.records import Fault
 
@@ -98,7 +99,10 @@ class OwnKernels:
         for name, meta in kept.items():
             results.setdefault(name.partition(" ")[2], []).append(meta)
         for operator, metas in results.items():
-            if any(self._holds(session, metas, wanted) for wanted in input_set.expected):
+            if copies(operator):
+                if len(input_set.expected) == 1 and any(self._is_moved(session, meta, input_set) for meta in metas):
+                    return proof.passed_on(operator)
+            elif any(self._holds(session, metas, wanted) for wanted in input_set.expected):
                 return proof.passed_on(operator)
         return None
 
@@ -110,6 +114,11 @@ class OwnKernels:
             return True
         parts = (metas[run] for run in runs_of(sizes, wanted.numel()))
         return any(are_answer([session.read(meta) for meta in run], wanted) for run in parts)
+
+    def _is_moved(self, session: Session, meta: wire.TensorMeta, input_set: InputSet) -> bool:
+        """Whether a copy of the library's is all that was to be done."""
+        (wanted,) = input_set.expected
+        return math.prod(meta.shape) == wanted.numel() and is_moved(session.read(meta), wanted, input_set.blocks)
 
     def _parts(self, outcome: ForwardOutcome) -> tuple[ForwardOutcome, dict[str, wire.TensorMeta]]:
         try:
@@ -125,6 +134,8 @@ class OwnKernels:
             self._checker.session.call(wire.OP_POISON_ON, 0, self._checker.one_call_s)
             place(self._checker.session, 0, input_set)
             outcome = self._checker.session.call(op, 0, 2 * self._checker.one_call_s)
+            if outcome.trace is not None and outcome.trace.answered:  # whatever it gives without them
+                return outcome.trace, False
             found = self._checker.compare(self._checker.outputs(outcome), input_set.expected, input_set.tolerances)
         except CandidateFault as fault:
             if fault.rule == FORGED:  # no honest process sends that, whatever is missing in it

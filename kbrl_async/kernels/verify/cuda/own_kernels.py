@@ -16,7 +16,7 @@ from kbrl_async.kernels.verify.cuda.session import CudaSession
 from kbrl_async.kernels.verify.cuda.sides import Sides
 from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.input_set import tensors_of
-from kbrl_async.kernels.verify.layouts import is_answer
+from kbrl_async.kernels.verify.layouts import is_answer, is_moved
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault
 from protocols.records import Candidate, Fault
 
@@ -181,7 +181,11 @@ class CapturedKernels:
         sides = self._sides
         if sides.differ(sides.candidate.outputs(slot, slot + 1), expected).wrong == 0 and not sides.nominal.degenerate:
             return True, ""
-        return False, sides.candidate.answered(lambda one: self._is_one(one, expected), slot)
+
+        def is_all_moved(one: torch.Tensor) -> bool:
+            return len(expected) == 1 and is_moved(one, expected[0], sides.reference.slots[slot])
+
+        return False, sides.candidate.answered(lambda one: self._is_one(one, expected), slot, is_all_moved)
 
     def _is_one(self, got: torch.Tensor, expected: list[torch.Tensor]) -> bool:
         """Whether a tensor holds all values of an output, in whatever order and shape."""

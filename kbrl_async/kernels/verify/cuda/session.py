@@ -90,7 +90,12 @@ class TimedSide(Judged, Protocol):
     def muted(
         self, kernels: list[str], deadline_s: float, renew: Callable[[], None], slot: int = 0
     ) -> tuple[float, float]: ...
-    def answered(self, is_answer: Callable[[torch.Tensor], bool], slot: int = 0) -> str: ...
+    def answered(
+        self,
+        is_answer: Callable[[torch.Tensor], bool],
+        slot: int = 0,
+        is_moved: Callable[[torch.Tensor], bool] = lambda item: False,
+    ) -> str: ...
 
 
 class CudaSession(Session):
@@ -353,8 +358,13 @@ class CudaSession(Session):
         """Those of the captured kernels that are the candidate's, by their names."""
         return [] if self.captured is None else cuda_proof.own_kernels(list(self.captured.kernels), source)
 
-    def answered(self, is_answer: Callable[[torch.Tensor], bool], slot: int = 0) -> str:
-        """Nobody sees the results of its operators."""
+    def answered(
+        self,
+        is_answer: Callable[[torch.Tensor], bool],
+        slot: int = 0,
+        is_moved: Callable[[torch.Tensor], bool] = lambda item: False,
+    ) -> str:
+        """Nobody sees the results of its operators in a graph: see `without_launches`."""
         return ""
 
     def muted(

@@ -26,6 +26,7 @@ from kbrl_async.kernels.verify.cuda.replay.program import Program
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
 from kbrl_async.kernels.verify.cuda.replay.steps import KernelStep, OperatorStep, Refused
 from kbrl_async.kernels.verify.cuda.replay.stretches import place_inputs
+from kbrl_async.kernels.verify.layouts import is_moved
 from kbrl_async.kernels.verify.proof import of_recorded
 from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Operator, Recording, ways
 from kbrl_async.kernels.verify.session import CandidateFault
@@ -463,6 +464,14 @@ def test_an_operators_results_that_are_parts_of_the_answer_are_found_wherever_th
         host.arena.raw[place : place + 8].view(torch.float32).fill_(value)
     wanted = torch.tensor([3.0, 3.0, 5.0, 5.0])
     assert made.answered(lambda got: torch.equal(got.flatten().sort()[0], wanted)) == found
+
+
+@pytest.mark.parametrize(("inputs", "found"), [([1.0, 3.0, 2.0, 4.0], "aten::clone"), ([1.0, 2.0, 3.0, 4.0], "")])
+def test_a_copy_that_is_the_answer_is_found_unless_an_input_lies_so(inputs: list[float], found: str) -> None:
+    made, host = session([1024, 1088, 1152], nodes=[[library(0, 2048, name="aten::clone"), OWN]] * 3)
+    wanted = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    host.arena.raw[2048 : 2048 + 16].view(torch.float32)[:] = wanted
+    assert made.answered(lambda got: False, 0, lambda got: is_moved(got, wanted, [torch.tensor(inputs)])) == found
 
 
 # ── comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────

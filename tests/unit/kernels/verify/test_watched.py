@@ -13,6 +13,7 @@ import torch
 
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
 from kbrl_async.kernels.verify import compare, wire
+from kbrl_async.kernels.verify.cpu.runner import Runner
 from kbrl_async.kernels.verify.cuda.device import CudaDevice
 from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels
 from kbrl_async.kernels.verify.cuda.runner import CudaRunner
@@ -62,6 +63,19 @@ def unseen(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.tanh(x.numpy()))
 
 
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """Of a problem that only brings elements into another order."""
+    return x.view(8, 8).t()
+
+
+def copies_what_was_turned(x: torch.Tensor) -> torch.Tensor:
+    return own(turned(x).contiguous(), lambda found: found)
+
+
+def turns_a_copy(x: torch.Tensor) -> torch.Tensor:
+    return own(x.clone(), lambda found: turned(found).reshape(-1)).view(8, 8)
+
+
 class Child:
     """The runner of a watched candidate, over memory that both hold."""
 
@@ -70,7 +84,7 @@ class Child:
         self.runner = cast(Any, CudaRunner.__new__(CudaRunner))
         self.runner.slots, self.runner.model = [[self.place]], forward
         self.runner._outs = [["where the output of slot 0 goes"]]
-        self.runner._shared = types.SimpleNamespace(view=lambda meta: self.arena)
+        self.runner._shared = types.SimpleNamespace(view=lambda meta: self.arena.view_as(forward(self.place)))
         self.launches = 0
 
     def call(self, op: int, slot: int, deadline_s: float) -> ForwardOutcome:
@@ -84,15 +98,15 @@ class Child:
         return ForwardOutcome(0, 0, 0, ["V", None], [] if result is None else [result], trace)
 
     def without_launches(self, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
-        self.arena.copy_(answer[0])
+        self.arena.copy_(answer[0].reshape(-1))
         return self.call(wire.OP_MUTED, 0, deadline_s)
 
 
-def watched(child: Child, keeps_sets: bool = True) -> CapturedKernels:
+def watched(child: Child, keeps_sets: bool = True, right: Forward = torch.tanh) -> CapturedKernels:
     session = cast(Any, CudaSession.__new__(CudaSession))
     session.slots, session.call, session.without_launches = [[child.place]], child.call, child.without_launches
     reference, sides = Mock(slots=[[torch.zeros_like(child.place)]]), Mock(limit_s=1.0)
-    reference.call = lambda *given: Mock(tensors=[torch.tanh(reference.slots[0][0])])
+    reference.call = lambda *given: Mock(tensors=[right(reference.slots[0][0])])
     reference.look = lambda answer: answer
     sides.nominal.degenerate = sides.nominal.mutated = False
     sides.reference, sides.candidate = reference, session
@@ -108,8 +122,8 @@ def watched(child: Child, keeps_sets: bool = True) -> CapturedKernels:
     return CapturedKernels(checker, sides)
 
 
-def found_of(forward: Forward, keeps_sets: bool = True) -> Finding | None:
-    return watched(Child(forward), keeps_sets).of_watched()
+def found_of(forward: Forward, keeps_sets: bool = True, right: Forward = torch.tanh) -> Finding | None:
+    return watched(Child(forward), keeps_sets, right).of_watched()
 
 
 @pytest.mark.parametrize("keeps_sets", [True, False], ids=["small", "large"])
@@ -136,6 +150,23 @@ def test_launches_that_nobody_saw_prove_nothing_and_accuse_nobody() -> None:
     found = found_of(unseen)
     assert found is not None
     assert (found.rule, found.fault) == ("no_own_kernel", Fault.UNPROVEN)
+
+
+def test_where_nothing_but_movement_is_asked_for_a_copy_of_the_librarys_is_a_decoy() -> None:
+    found = found_of(copies_what_was_turned, right=turned)
+    assert found is not None
+    assert (found.rule, "aten::clone" in found.text) == ("decoy_kernel", True)
+    assert found_of(turns_a_copy, right=turned) is None, "a copy of the input is no answer"
+
+
+def test_a_decoy_that_fails_without_its_kernel_is_found_on_a_processor_too() -> None:
+    runner = cast(Any, Runner.__new__(Runner))
+    place = torch.randn(64)
+    runner.slots, runner.model, runner.held = [[place]], suspicious, [None, torch.zeros(64)]
+    assert runner._traced(0, True)[1].answered == "aten::tanh"
+    runner.model = lambda x: own(x, torch.tanh).log_() if RECORDER.is_muted else 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        runner._traced(0, True)
 
 
 def test_none_of_the_librarys_results_is_kept() -> None:

@@ -42,6 +42,7 @@ from kbrl_async.kernels.verify.cuda.replay.stretches import (
 )
 from kbrl_async.kernels.verify.cuda.session import TimedCall
 from kbrl_async.kernels.verify.layouts import are_parts
+from kbrl_async.kernels.verify.operators import copies
 from kbrl_async.kernels.verify.recording import Memcpy, Operator, Recording, counted, digest, plain, ways
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
 from kbrl_async.kernels.verify.validation import overlap, span
@@ -399,15 +400,25 @@ class ReplaySession:
             return least
         return min(least, *(self._timed(orders.Time((slot,), 1, is_muted), deadline_s) for _ in range(2)))
 
-    def answered(self, is_answer: Callable[[torch.Tensor], bool], slot: int = 0) -> str:
-        """After `muted`: the operator whose result already is the answer, as far as `is_answer(tensor)` says."""
+    def answered(
+        self,
+        is_answer: Callable[[torch.Tensor], bool],
+        slot: int = 0,
+        is_moved: Callable[[torch.Tensor], bool] = lambda item: False,
+    ) -> str:
+        """After `muted`: the operator whose result already is the answer, as far as `is_answer(tensor)` says, and
+        `is_moved(tensor)` of what only copies.
+        """
         found = ""
         written: list[Span] = []
         results: dict[str, list[torch.Tensor]] = {}
         for node in self._recording.forwards[slot].nodes:
             if isinstance(node, Operator):
+                name = allowed.base_of(node.name)
+                if copies(name) and any(is_moved(self._arena.view(plain(meta))) for meta in node.results):
+                    return name
                 for meta in node.results if allowed.does_work(node.name) else ():
-                    found, result = allowed.base_of(node.name), self._arena.view(plain(meta))
+                    found, result = name, self._arena.view(plain(meta))
                     if is_answer(result):
                         return found
                     results.setdefault(found, []).append(result)
