@@ -184,6 +184,8 @@ class Export(msgspec.Struct, frozen=True, tag="export"):
     """
 
     size: int
+    keeps_freed: bool = False
+    """Memory that torch has freed stays with the process, which will ask for as much again."""
 
 
 class Mute(msgspec.Struct, frozen=True, tag="mute"):

@@ -216,7 +216,8 @@ class CudaRunner(runner.Runner):
             beside = torch.cuda.max_memory_allocated() - before if places else 0
             self.channel.send(wire.encode(wire.Drawn(tree, metas, beside)))
         elif isinstance(order, wire.Export):
-            self._export(DeviceArena.received(fds[0], order.size, self._where) if fds else None)
+            given = DeviceArena.received(fds[0], order.size, self._where) if fds else None
+            self._export(given, order.keeps_freed)
         elif isinstance(order, wire.Mute):
             self._mute(order)
         elif isinstance(order, wire.Rest):
@@ -244,7 +245,7 @@ class CudaRunner(runner.Runner):
         except (RuntimeError, TypeError, ValueError):
             return self.module.get_inputs()
 
-    def _export(self, given: DeviceArena | None) -> None:
+    def _export(self, given: DeviceArena | None, keeps_freed: bool = False) -> None:
         """None: into the arena that is there."""
         arena = given or self._shared
         assert arena is not None, "what is lent was attached before"
@@ -258,7 +259,8 @@ class CudaRunner(runner.Runner):
         if given is not None:
             given.close()
         self._pending = []
-        torch.cuda.empty_cache()
+        if not keeps_freed:
+            torch.cuda.empty_cache()
         self.channel.send(wire.encode(wire.Ready()))
 
     def _attach(self, order: wire.Attach, fd: int | None) -> None:

@@ -105,6 +105,9 @@ class CudaSession(Session):
     is_widened = False
     """Whether its arena has room for outputs in fp64: a reference's."""
     forward_ns = math.inf
+    keeps_freed = False
+    """Whether its process keeps what a draw leaves free: ordinary forwards of it are being timed, and would have to ask
+    the driver for their outputs anew, which a candidate, who draws nothing, has not to."""
 
     def __init__(
         self,
@@ -282,7 +285,7 @@ class CudaSession(Session):
             arena = self.fetch(drawn.tensors, deadline_s)
             return drawn.tree, [arena.view(meta) for meta in drawn.tensors], arena
         self.drawn_beside = drawn.beside
-        self._send(wire.encode(wire.Export(0)))
+        self._send(wire.encode(wire.Export(0, self.keeps_freed)))
         self._expect(wire.Ready, deadline_s)
         return drawn.tree, [self.shared.view(meta) for meta in drawn.tensors], None
 
