@@ -108,6 +108,16 @@ def test_an_operator_is_done_again_and_its_result_lies_where_it_lay() -> None:
     assert view(meta[2]).tolist() == [[3.0, 2.0], [3.0, 6.0]]
 
 
+@pytest.mark.parametrize(("name", "made"), [("aten::minimum", 0.5), ("aten::add.Tensor", 1.5)])
+def test_an_operator_gets_a_number_of_the_hosts_as_it_takes_it(name: str, made: float) -> None:
+    """`torch.min(x, torch.tensor(0.5))` was recorded with the number, and no replay of it could be done."""
+    memory = torch.ones(4)
+    meta = wire.TensorMeta("float32", (4,), (1,), 0)
+    node = Operator(name, ["L", [["L", [["T", 0], ["V", 0.5]]], ["D", {}]]], [meta], [meta])
+    OperatorStep(node, lambda one: memory, Places(lambda size: 0), torch.device("cpu")).launch(0, False)
+    assert memory.tolist() == [made] * 4
+
+
 # ── a session over a host that only pretends ──────────────────────────────────────────────────────────────────────────
 
 
