@@ -22,6 +22,8 @@ from kbrl_async.kernels.verify.operators import copies
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Session
 from protocols.records import Fault
 
+_SHORT = "a call without them found no memory"
+
 
 class OwnKernels:
     """Of the candidate that `checker` has found right; what speaks against it becomes the checker's fault."""
@@ -63,9 +65,7 @@ class OwnKernels:
             try:
                 return self._found_without(session, input_set)
             except CandidateFault as fault:
-                if fault.rule == FORGED:
-                    self._checker.accuse(fault)
-        return None
+                return self._shown_by(fault)
 
     def _not_needed_backward(self, input_set: InputSet) -> proof.Finding | None:
         """Where gradients are asked for: are they right without the own kernels that upstream gradients reach?"""
@@ -83,10 +83,16 @@ class OwnKernels:
                 place(session, 0, input_set)
                 outcome = session.call(wire.OP_RUN, 0, 2 * self._checker.one_call_s)
                 return proof.of_backward(True) if self._checker.is_right(session, outcome, input_set) else None
-        except CandidateFault as fault:
-            if fault.rule == FORGED:  # by code of its own, which runs there, too
-                self._checker.fault = fault
-        return None
+        except CandidateFault as fault:  # maybe by code of its own, which runs there, too
+            return self._shown_by(fault)
+
+    def _shown_by(self, fault: CandidateFault) -> proof.Finding | None:
+        """By a call without its kernels that fails or hangs: it needs them, which is all that is asked here, unless
+        there was no memory for the call. What no honest process sends, whatever is missing in it, is a fault.
+        """
+        if fault.rule == FORGED:
+            self._checker.fault = self._checker.fault or fault
+        return proof.unseen(f"{_SHORT}: {fault.text}") if fault.kind is Fault.OUT_OF_MEMORY else None
 
     def _found_without(self, session: Session, input_set: InputSet) -> proof.Finding | None:
         session.call(wire.OP_POISON_ON, 0, self._checker.one_call_s)
@@ -138,7 +144,6 @@ class OwnKernels:
                 return outcome.trace, False
             found = self._checker.compare(self._checker.outputs(outcome), input_set.expected, input_set.tolerances)
         except CandidateFault as fault:
-            if fault.rule == FORGED:  # no honest process sends that, whatever is missing in it
-                self._checker.accuse(fault)
-            return None, False  # without its kernels it fails or hangs: it needs them, which is all that is asked here
+            self._checker.refuse(self._shown_by(fault))
+            return None, False
         return outcome.trace, found.wrong == 0

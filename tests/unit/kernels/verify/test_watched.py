@@ -13,6 +13,8 @@ import torch
 
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
 from kbrl_async.kernels.verify import compare, wire
+from kbrl_async.kernels.verify.cpu.own_kernels import OwnKernels
+from kbrl_async.kernels.verify.cpu.replay import CpuReplaySession
 from kbrl_async.kernels.verify.cpu.runner import Runner
 from kbrl_async.kernels.verify.cuda.device import CudaDevice
 from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels
@@ -202,4 +204,19 @@ def test_a_proof_that_found_no_memory_is_no_proof(monkeypatch: pytest.MonkeyPatc
     device._has_given_way = True
     device.prove_last(checker)
     (found,) = checker.refuse.call_args.args
+    assert (found.rule, found.fault) == ("no_own_kernel", Fault.UNPROVEN)
+
+
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_a_proof_that_found_no_memory_is_none_on_a_processor_either(is_replayed: bool) -> None:
+    """Results of the library's operators are kept there: enough of them, and a decoy was right."""
+    short = Mock(side_effect=CandidateFault(Fault.OUT_OF_MEMORY, "can't allocate memory"))
+    session = Mock(spec=CpuReplaySession, call=short, muted=lambda: Mock(call=short))
+    session.disarm = lambda artifacts: 0
+    checker = Mock(is_recorded=True, is_replayed=is_replayed, fault=None, session=session)
+    checker.order = [Mock(degenerate=False)] * 2
+    checker.reference.declared.backward = ""
+    with patch("kbrl_async.kernels.verify.cpu.own_kernels.place"):
+        OwnKernels(checker).prove()
+    (found,) = (given.args[0] for given in checker.refuse.call_args_list if given.args[0] is not None)
     assert (found.rule, found.fault) == ("no_own_kernel", Fault.UNPROVEN)
