@@ -8,7 +8,7 @@ import os
 import random
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -322,10 +322,11 @@ class CudaDevice(Device):
     def prove(
         self, checker: Checker, candidate: Candidate, options: BenchOptions, rng: random.Random, tick: Tick
     ) -> None:
-        self.stopwatch(checker, checker.reference.session, options, rng, tick).prove(candidate)
+        with self._unproven_without_memory(checker):
+            self.stopwatch(checker, checker.reference.session, options, rng, tick).prove(candidate)
 
     def prove_last(self, checker: Checker) -> None:
-        """Of who is watched. Without the memory for it nothing is proven, once others have given way."""
+        """Of who is watched."""
         from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels
         from kbrl_async.kernels.verify.cuda.sides import Sides
 
@@ -334,10 +335,17 @@ class CudaDevice(Device):
         if not isinstance(checker.session, CudaSession):
             return
         sides = Sides(checker, checker.reference.session, random.SystemRandom())
+        with self._unproven_without_memory(checker):
+            try:
+                checker.refuse(CapturedKernels(checker, sides).of_watched())
+            except CandidateFault as fault:
+                checker.accuse(fault)
+
+    @contextlib.contextmanager
+    def _unproven_without_memory(self, checker: Checker) -> Iterator[None]:
+        """Where there is none for a proof nothing is proven, once others have given way."""
         try:
-            checker.refuse(CapturedKernels(checker, sides).of_watched())
-        except CandidateFault as fault:
-            checker.accuse(fault)
+            yield
         except NoMemory as short:
             if not self._has_given_way:
                 raise

@@ -26,6 +26,7 @@ from kbrl_async.kernels.verify.cuda.replay.program import Program
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
 from kbrl_async.kernels.verify.cuda.replay.steps import KernelStep, OperatorStep, Refused
 from kbrl_async.kernels.verify.cuda.replay.stretches import place_inputs
+from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.layouts import is_moved
 from kbrl_async.kernels.verify.proof import of_recorded
 from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Operator, Recording, ways
@@ -461,6 +462,26 @@ def test_own_kernels_are_needed_over_every_slot_that_is_looked_at(lazy: tuple[in
     host.done = done  # type: ignore[method-assign]
     finding = of_other_slots(made, [0, 2], 1.0, drawn, found)
     assert (finding.rule if finding is not None else "") == rule
+
+
+@pytest.mark.parametrize("way", ["muted", "is_whole_without_own", "without"])
+def test_a_replay_without_own_kernels_that_finds_no_memory_shows_nothing(way: str) -> None:
+    made, host = session([1024, 1088, 1152], nodes=[[library(0, 2048), OWN]] * 3)
+
+    def short(order: Any, deadline_s: float) -> Any:
+        if getattr(order, "is_muted", False) or getattr(order, "left_out", ()):
+            raise CandidateFault(Fault.OUT_OF_MEMORY, "an operator asks for more memory than the GPU has")
+        return 1.0
+
+    pretended: Any = host
+    pretended.done = pretended.timed = short
+    ask: dict[str, Callable[[], object]] = {
+        "muted": lambda: made.muted(["own"], 1.0, lambda: None),
+        "is_whole_without_own": lambda: made.is_whole_without_own(0, 1.0),
+        "without": lambda: made.without((1,), 0, 1.0),
+    }
+    with pytest.raises(NoMemory):
+        ask[way]()
 
 
 @pytest.mark.parametrize(("second", "found"), [(5.0, "aten::mm"), (4.0, "")])

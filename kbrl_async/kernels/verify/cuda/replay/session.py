@@ -41,6 +41,7 @@ from kbrl_async.kernels.verify.cuda.replay.stretches import (
     touches,
 )
 from kbrl_async.kernels.verify.cuda.session import TimedCall
+from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.layouts import are_parts
 from kbrl_async.kernels.verify.operators import copies
 from kbrl_async.kernels.verify.recording import Memcpy, Operator, Recording, counted, digest, plain, ways
@@ -359,7 +360,7 @@ class ReplaySession:
         except CandidateFault as fault:
             if fault.by is not None:  # the reference, asked by `renew`: that shows nothing
                 raise
-            self._revive()
+            self._needs_own(fault)
             left = nothing
         return max(0.0, whole - nothing), max(0.0, left - nothing)
 
@@ -367,8 +368,8 @@ class ReplaySession:
         """Whether a forward over this slot ends without own kernels; its outputs then lie there."""
         try:
             self.run(slot, deadline_s, is_muted=True)
-        except CandidateFault:
-            self._revive()
+        except CandidateFault as fault:
+            self._needs_own(fault)
             return False
         return True
 
@@ -382,11 +383,19 @@ class ReplaySession:
         """A forward over this slot without these nodes; what needs them finds poison."""
         try:
             self.run(slot, deadline_s, left_out=nodes)
-        except CandidateFault:
-            self._revive()
+        except CandidateFault as fault:
+            self._needs_own(fault)
+
+    def _needs_own(self, fault: CandidateFault) -> None:
+        """An operator faults on poison: it needs what own kernels make.
+
+        :raises NoMemory: or it found none, which shows nothing.
+        """
+        if fault.kind is Fault.OUT_OF_MEMORY:
+            raise NoMemory(f"a forward without its own kernels found no memory: {fault.text}") from fault
+        self._revive()
 
     def _revive(self) -> None:
-        """An operator faults on poison: it needs what own kernels make."""
         with self._as_tried():
             self._arena = self._host.revive()
         self._see()
