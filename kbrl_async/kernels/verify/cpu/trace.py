@@ -155,7 +155,7 @@ def recorded(run: Callable[[], Any], watch: OperatorWatch | None = None, muted: 
     launches: dict[str, tuple[int, int]] = {}
     watch = watch or OperatorWatch(set())
     RECORDER.launches, RECORDER.is_on, RECORDER.is_muted, RECORDER.depth = launches, True, muted, 0
-    RECORDER.ops = watch.ops
+    RECORDER.ops, RECORDER.unseen = watch.ops, ""
     RECORDER.tape = watch.given if muted else None
     try:
         with watch:
@@ -163,7 +163,7 @@ def recorded(run: Callable[[], Any], watch: OperatorWatch | None = None, muted: 
     finally:
         RECORDER.is_on = RECORDER.is_muted = False
         RECORDER.tape = None
-    return result, Trace(launches, watch.ops, watch.inside, "", tampered or _tampered())
+    return result, Trace(launches, watch.ops, watch.inside, "", tampered or _tampered(), RECORDER.unseen)
 
 
 def answered(trace: Trace, watch: OperatorWatch, answer: Sequence[torch.Tensor]) -> Trace:

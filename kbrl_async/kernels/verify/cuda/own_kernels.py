@@ -126,6 +126,8 @@ class CapturedKernels:
             if fault.kind is Fault.OUT_OF_MEMORY:
                 raise NoMemory(f"a call without its own kernels found no memory: {fault.text}") from fault
             return None  # it needs its kernels, which is all that is asked here
+        if not is_right and trace.unseen:
+            return proof.unseen(f"{trace.unseen} runs in a CUDA graph of its own, where nobody sees its result")
         if not is_right or self._sides.nominal.degenerate:  # poison may be right there, too
             return None
         return proof.of_muted(trace, True) if trace.launches else proof.unseen("its launches were not seen")
@@ -135,6 +137,8 @@ class CapturedKernels:
         Then it gets these inputs again, after a call over others: what it has in memory is of those.
         """
         sides, reference, candidate = self._sides, self._sides.reference, self._sides.candidate
+        if not self._checker.reference.keeps_sets:
+            candidate.call(wire.OP_FREE, 0, sides.limit_s)  # of its graphs and earlier answers
         sides.fill([0])
         inputs = [self._aside(place) for place in candidate.slots[0]]
         expected = [reference.look(meta) for meta in reference.call(wire.OP_RUN, 0, sides.limit_s).tensors]

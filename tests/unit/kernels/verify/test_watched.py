@@ -171,6 +171,18 @@ def test_a_decoy_that_fails_without_its_kernel_is_found_on_a_processor_too() -> 
         runner._traced(0, True)
 
 
+def test_the_librarys_work_in_a_graph_of_its_own_is_neither_seen_nor_proven() -> None:
+    def replays(x: torch.Tensor) -> torch.Tensor:
+        y = honest(x)
+        RECORDER.unseen = "aten::tanh"
+        return y
+
+    found = found_of(replays)
+    assert found is not None
+    assert (found.rule, found.fault) == ("no_own_kernel", Fault.UNPROVEN)
+    assert "aten::tanh" in found.text
+
+
 def test_none_of_the_librarys_results_is_kept() -> None:
     """Eight of them did not fit beside a large problem, whose candidate was then said to hoard memory."""
     child = Child(decoy)
