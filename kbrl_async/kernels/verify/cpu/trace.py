@@ -132,12 +132,17 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
 class AnswerWatch(OperatorWatch):  # type: ignore[no-untyped-call] # as above
     """Knows the answer, and compares each result with it as it comes: that takes no memory for any of them."""
 
-    def __init__(self, answer: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, answer: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], only_inside: bool = False
+    ) -> None:
+        """`only_inside`: of what own kernels call."""
         super().__init__({tensor.numel() for tensor in answer}, inputs)
-        self._answer = answer
+        self._answer, self._only_inside = answer, only_inside
         self.answered = ""
 
     def _keep(self, name: str, items: list[torch.Tensor]) -> None:
+        if self._only_inside and not (RECORDER.depth and computes(name)):
+            return
         if any(item.is_cuda for item in items) and _is_captured():  # there are no values yet
             super()._keep(name, items)
         elif not self.answered and any(self.tells(name, item, self._answer) for item in items):

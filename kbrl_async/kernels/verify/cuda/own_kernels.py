@@ -112,9 +112,9 @@ class CapturedKernels:
         """
         candidate = self._sides.candidate
         assert isinstance(candidate, CudaSession)
-        answer, expected = self._known_answer()
+        answer, expected, inside = self._known_answer(candidate)
         try:
-            muted = candidate.without_launches(answer, 2 * self._sides.limit_s)
+            muted = candidate.told(wire.OP_MUTED, answer, 2 * self._sides.limit_s)
             trace = without_chance(muted.trace) if self._sides.nominal.degenerate else muted.trace
             assert trace is not None, "a call that is to be told of is, or is refused"
             if trace.answered:
@@ -126,17 +126,20 @@ class CapturedKernels:
             if fault.kind is Fault.OUT_OF_MEMORY:
                 raise NoMemory(f"a call without its own kernels found no memory: {fault.text}") from fault
             return None  # it needs its kernels, which is all that is asked here
+        if not is_right and inside:
+            return proof.unseen(f"{inside}, called by an own kernel, gives the answer")
         if not is_right and trace.unseen:
             return proof.unseen(f"{trace.unseen} runs in a CUDA graph of its own, where nobody sees its result")
         if not is_right or self._sides.nominal.degenerate:  # poison may be right there, too
             return None
         return proof.of_muted(trace, True) if trace.launches else proof.unseen("its launches were not seen")
 
-    def _known_answer(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What the candidate makes of fresh inputs, and what is expected of it, which lies in the reference's arena.
-        Then it gets these inputs again, after a call over others: what it has in memory is of those.
+    def _known_answer(self, candidate: CudaSession) -> tuple[list[torch.Tensor], list[torch.Tensor], str]:
+        """What the candidate makes of fresh inputs, and what is expected of it, which lies in the reference's arena;
+        and which operator that an own kernel calls has that as its result: skipped with it, it may have done all or the
+        last of the work. Then it gets these inputs again, after a call over others: what it has in memory is of those.
         """
-        sides, reference, candidate = self._sides, self._sides.reference, self._sides.candidate
+        sides, reference = self._sides, self._sides.reference
         if not self._checker.reference.keeps_sets:
             candidate.call(wire.OP_FREE, 0, sides.limit_s)  # of its graphs and earlier answers
         sides.fill([0])
@@ -147,11 +150,13 @@ class CapturedKernels:
             raise CandidateFault(Fault.INCORRECT, _WRONG_LATER, "wrong_when_timed")
         answer = [self._aside(tensor) for tensor in got]
         del got
+        traced = candidate.told(wire.OP_TRACE, answer, 2 * sides.limit_s).trace
+        assert traced is not None, "a call that is to be told of is, or is refused"
         sides.fill([0])
         candidate.call(wire.OP_RUN, 0, sides.limit_s)
         for place, block in zip(candidate.slots[0], inputs, strict=True):
             place.copy_(block)
-        return answer, expected
+        return answer, expected, traced.answered
 
     def _aside(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy; of a large problem's on the host."""

@@ -322,19 +322,18 @@ class CudaRunner(runner.Runner):
                 tensor.view(torch.uint8).fill_(0x7F)
 
     def _traced(self, slot: int, muted: bool) -> tuple[Any, wire.Trace]:
-        """Of a muted run the answer lies already where its outputs will be copied to. What fails without own kernels
-        has told all the same of what the library had made by then.
+        """The answer lies already where the outputs will be copied to, where it was asked for. What fails without own
+        kernels has told all the same of what the library had made by then.
         """
-        if not muted:
-            return super()._traced(slot, muted)
         assert self._shared is not None
         inputs: list[torch.Tensor] = []
         values.flatten(self.slots[slot], inputs)
-        watch = trace.AnswerWatch([self._shared.view(meta) for meta in self._outs[slot]], inputs)
+        answer = [self._shared.view(meta) for meta in self._outs[slot]]
+        watch = trace.AnswerWatch(answer, inputs, only_inside=not muted)
         try:
-            result, found = trace.recorded(lambda: self.model(*self.slots[slot]), watch, muted=True)
+            result, found = trace.recorded(lambda: self.model(*self.slots[slot]), watch, muted)
         except Exception:
-            if not watch.answered:
+            if not (muted and watch.answered):
                 raise
             result, found = None, wire.Trace(ops=watch.ops)
         return result, watch.found(found)

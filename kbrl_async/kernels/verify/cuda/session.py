@@ -299,9 +299,10 @@ class CudaSession(Session):
         torch.cuda.synchronize()
         return super().call(op, slot, deadline_s)
 
-    def without_launches(self, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
-        """A forward over slot 0 whose own launches are skipped. `answer`: what it gave over these inputs before; its
-        process compares the library's results with that where its outputs are to go, so that none has to be kept.
+    def told(self, op: int, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
+        """A forward over slot 0 of which its process tells; its own launches are skipped where `op` says so. `answer`:
+        what it gave over these inputs before. The library's results are compared with that where the outputs are to
+        go, so that none has to be kept.
         """
         assert self.shared is not None
         self.uses += 1
@@ -309,7 +310,7 @@ class CudaSession(Session):
         for (meta, _), tensor in zip(self._outs, answer, strict=True):
             self.shared.view(meta).copy_(tensor)
         torch.cuda.synchronize()
-        return super().call(wire.OP_MUTED, 0, deadline_s)
+        return super().call(op, 0, deadline_s)
 
     def poison(self, slots: int | None = None) -> None:
         if self.shared is None:
@@ -367,7 +368,7 @@ class CudaSession(Session):
         slot: int = 0,
         is_moved: Callable[[torch.Tensor], bool] = lambda item: False,
     ) -> str:
-        """Nobody sees the results of its operators in a graph: see `without_launches`."""
+        """Nobody sees the results of its operators in a graph: see `told`."""
         return ""
 
     def muted(

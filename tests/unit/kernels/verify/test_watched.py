@@ -52,7 +52,7 @@ def suspicious(x: torch.Tensor) -> torch.Tensor:
 
 
 def honest(x: torch.Tensor) -> torch.Tensor:
-    return own(x * 2, lambda doubled: torch.tanh(doubled / 2))
+    return own(x * 2, lambda doubled: torch.from_numpy(np.tanh(doubled.numpy() / 2)))
 
 
 def idle(x: torch.Tensor) -> torch.Tensor:
@@ -90,23 +90,23 @@ class Child:
         self.launches = 0
 
     def call(self, op: int, slot: int, deadline_s: float) -> ForwardOutcome:
-        if op == wire.OP_MUTED:
+        if op in (wire.OP_MUTED, wire.OP_TRACE):
             try:
-                result, trace = self.runner._traced(slot, True)
+                result, trace = self.runner._traced(slot, op == wire.OP_MUTED)
             except ValueError as error:
                 raise CandidateFault(Fault.RUNTIME_ERROR, str(error)) from error
         else:
             result, trace = self.runner.model(self.place), None
         return ForwardOutcome(0, 0, 0, ["V", None], [] if result is None else [result], trace)
 
-    def without_launches(self, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
+    def told(self, op: int, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
         self.arena.copy_(answer[0].reshape(-1))
-        return self.call(wire.OP_MUTED, 0, deadline_s)
+        return self.call(op, 0, deadline_s)
 
 
 def watched(child: Child, keeps_sets: bool = True, right: Forward = torch.tanh) -> CapturedKernels:
     session = cast(Any, CudaSession.__new__(CudaSession))
-    session.slots, session.call, session.without_launches = [[child.place]], child.call, child.without_launches
+    session.slots, session.call, session.told = [[child.place]], child.call, child.told
     reference, sides = Mock(slots=[[torch.zeros_like(child.place)]]), Mock(limit_s=1.0)
     reference.call = lambda *given: Mock(tensors=[right(reference.slots[0][0])])
     reference.look = lambda answer: answer
@@ -183,6 +183,18 @@ def test_the_librarys_work_in_a_graph_of_its_own_is_neither_seen_nor_proven() ->
     assert "aten::tanh" in found.text
 
 
+def test_the_librarys_answer_inside_of_an_own_function_proves_nothing() -> None:
+    """Of an extension that computes by the library and copies: it is skipped as a whole."""
+
+    def extension(x: torch.Tensor) -> torch.Tensor:
+        return own(x, lambda given: torch.tanh(given))
+
+    found = found_of(extension)
+    assert found is not None
+    assert (found.rule, found.fault) == ("no_own_kernel", Fault.UNPROVEN)
+    assert "aten::tanh" in found.text
+
+
 def test_none_of_the_librarys_results_is_kept() -> None:
     """Eight of them did not fit beside a large problem, whose candidate was then said to hoard memory."""
     child = Child(decoy)
@@ -194,10 +206,14 @@ def test_none_of_the_librarys_results_is_kept() -> None:
 
 
 def starved(child: Child) -> None:
-    def without_launches(answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
-        raise CandidateFault(Fault.OUT_OF_MEMORY, "CUDA out of memory")
+    plain = child.told
 
-    child.without_launches = without_launches  # type: ignore[method-assign]
+    def told(op: int, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
+        if op == wire.OP_MUTED:
+            raise CandidateFault(Fault.OUT_OF_MEMORY, "CUDA out of memory")
+        return plain(op, answer, deadline_s)
+
+    child.told = told  # type: ignore[method-assign]
 
 
 def test_a_proof_that_found_no_memory_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
