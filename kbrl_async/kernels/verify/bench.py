@@ -29,7 +29,7 @@ from kbrl_async.kernels.verify.device import Device, device_of
 from kbrl_async.kernels.verify.doubts import settled
 from kbrl_async.kernels.verify.family import Family, KnownTiming
 from kbrl_async.kernels.verify.floor import Floor
-from kbrl_async.kernels.verify.hoarding import HOARDS, WAITED, NoMemory, is_hoarder, is_out_of_memory
+from kbrl_async.kernels.verify.hoarding import WAITED, NoMemory, is_hoarder, is_out_of_memory
 from kbrl_async.kernels.verify.input_set import place
 from kbrl_async.kernels.verify.memory import Surplus
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, Watch, no_tick, options_for_interpreter
@@ -164,8 +164,8 @@ class Bench:
         for left in reversed(range(_TRIES)):
             try:
                 family, verdict, timed = self._judged_by(job)
-                is_tried_again = left == _TRIES - 1 or (left and verdict.message.startswith(HOARDS))
-                if verdict.fault is not Fault.OUT_OF_MEMORY or not is_tried_again or not self._device.has_neighbours:
+                is_first = left == _TRIES - 1
+                if verdict.fault is not Fault.OUT_OF_MEMORY or not is_first or not self._device.has_neighbours:
                     break
             except NoMemory:
                 if not left:
@@ -368,7 +368,7 @@ class Bench:
             session.call(wire.OP_FREE, 0, checker.one_call_s)
         needed, before = reference.device_bytes, self._device.free() or 0
         checker.close()
-        fault = CandidateFault(Fault.OUT_OF_MEMORY, HOARDS)
+        fault = CandidateFault(Fault.OUT_OF_MEMORY, "it keeps so much memory of the GPU that none is left to judge it")
         self._device.ended(fault, session.host_pid, self._zygote)
         after = self._device.free() or 0
         self.references.drop(reference)

@@ -16,10 +16,6 @@ _FAIR = 2
 _OUT_OF_MEMORY = 2
 _WORDS = ("out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
-HOARDS = "it keeps so much memory of the GPU that none is left to judge it"
-"""That is told by what comes free on the whole GPU. Beside others, who free theirs meanwhile, it only counts once they
-have left it."""
-
 WAITED = "until there is memory"
 """A span, and the part of a stage."""
 

@@ -20,7 +20,7 @@ from kbrl_async.kernels.verify.cuda.replay import candidates
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
 from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory, Unreplayable
 from kbrl_async.kernels.verify.device import Device
-from kbrl_async.kernels.verify.hoarding import HOARDS, NoMemory
+from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.options import bench_options, no_tick
 from kbrl_async.kernels.verify.recording import NO_ROOM, Recording
 from kbrl_async.kernels.verify.session import CandidateFault
@@ -65,16 +65,6 @@ def test_a_candidate_beside_others_that_finds_no_memory_is_judged_once_more() ->
     verdict, references = judged([out, out])
     assert (verdict.fault, references.give_way.call_count) == (Fault.OUT_OF_MEMORY, 1)
     assert judged([out], _Alone)[0].fault is Fault.OUT_OF_MEMORY
-
-
-def test_who_seems_to_hoard_beside_others_is_judged_until_it_has_the_gpu_alone() -> None:
-    """What a neighbour freed meanwhile was taken for the candidate's."""
-    hoards = Verdict(Fault.OUT_OF_MEMORY, 0, 10, HOARDS + " (line 3: `x`)")
-    verdict, references = judged([hoards] * 2)
-    assert verdict.fault is Fault.OK
-    assert [way.kwargs["is_last"] for way in references.give_way.call_args_list] == [False, True]
-    assert judged([hoards] * 3)[0].fault is Fault.OUT_OF_MEMORY
-    assert judged([hoards], _Alone)[0].fault is Fault.OUT_OF_MEMORY
 
 
 def test_the_last_time_a_verifier_waits_for_the_whole_gpu() -> None:
