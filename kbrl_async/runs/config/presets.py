@@ -1,9 +1,9 @@
 """Named algorithms as settings that lie below all others. To add one: one entry here and its name in the schema.
 
 Only what makes the algorithm is set: sizes, rates and rewards stay those of the run. Below even these lie those that a
-model of its own has instead of the defaults, which suit a policy of a few million parameters. Sources: GRPO (Shao et al. 2024),
-Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025), RLOO (Ahmadian et al. 2024), GSPO (Zheng et al. 2025), CISPO
-(MiniMax-M1), decoupled PPO (Hilton et al. 2022; AReaL), A-3PO, truncated importance sampling (IMPALA).
+model of its own has instead of the defaults, which suit a policy of a few million parameters. Sources: GRPO (Shao et
+al. 2024), Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025), RLOO (Ahmadian et al. 2024), GSPO (Zheng et al. 2025),
+CISPO (MiniMax-M1), decoupled PPO (Hilton et al. 2022; AReaL), A-3PO, truncated importance sampling (IMPALA).
 """
 
 from __future__ import annotations

@@ -182,7 +182,10 @@ def test_supervised_training_stops_at_its_time_limit(model: torch.nn.Module) -> 
 
 
 def test_a_slow_clock_that_cuts_nothing_changes_nothing(model: torch.nn.Module) -> None:
-    examples, settings = [([1, 2, 3], [10, 11, 12]), ([4, 5], [20, 21])], Sft(steps=30, max_seconds=100.0, batch_tokens=8)
+    examples, settings = (
+        [([1, 2, 3], [10, 11, 12]), ([4, 5], [20, 21])],
+        Sft(steps=30, max_seconds=100.0, batch_tokens=8),
+    )
     other = copy.deepcopy(model)
     busy_at_first = iter([0.0, *(60.0 + i for i in range(1000))])
     train_sft(model, examples, settings, clock=lambda: 0.0)
