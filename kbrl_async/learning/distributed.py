@@ -71,6 +71,8 @@ class Meet(msgspec.Struct, frozen=True, tag=True):
     meeting: Meeting
     dtype: str
     patience_s: float
+    two_copies: bool = False
+    """Of its rows each rank will hold as many."""
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):

@@ -53,6 +53,8 @@ class LearnerSetup(msgspec.Struct, frozen=True):
     """Of this process and its ranks, before its first batch."""
     published_dtype: str = "fp32"
     """Of full weights, a key of `models.DTYPES`."""
+    sends_weights: bool = False
+    """Full weights go straight to samplers: one version may be sent while the one before is written."""
 
 
 class LearnerEngine(Protocol):
@@ -111,7 +113,10 @@ def start(setup: LearnerSetup) -> LocalEngine:
     """The engine of `learner.engine=torch`."""
     base = setup.base()
     trainer = setup.make_trainer(base)
-    return LocalEngine(trainer, base, setup.canaries(base), setup.checkpoints, setup.policies, setup.published_dtype)
+    canaries, rounded_to = setup.canaries(base), setup.published_dtype
+    return LocalEngine(
+        trainer, base, canaries, setup.checkpoints, setup.policies, rounded_to, two_copies=setup.sends_weights
+    )
 
 
 class LocalEngine:
@@ -127,14 +132,17 @@ class LocalEngine:
         checkpoint_folder: Path,
         policies: Path,
         rounded_to: str = "fp32",
+        *,
+        two_copies: bool = False,
     ) -> None:
-        """`rounded_to`: number format of published full weights; adapters are published as they are trained."""
+        """`rounded_to`: number format of published full weights; adapters are published as they are trained.
+        `two_copies` of what is published will be held."""
         self.trainer = trainer
         self._base, self._canaries = base, canaries
         self._checkpoints, self._policies = checkpoint_folder, policies
-        self._rounded_to = rounded_to
+        self._rounded_to, self._two_copies = rounded_to, two_copies
         self._collector: Collector | None = None
-        self._snapshots = Snapshots(None if is_lora(trainer.model) else DTYPES[rounded_to])
+        self._snapshots = Snapshots(None if is_lora(trainer.model) else DTYPES[rounded_to], ahead=two_copies)
         self._kept: frozenset[int] = frozenset()
 
     def step(self, groups: Sequence[TrainGroup], temperature: float, tick: Tick, version: int) -> dict[str, float]:
@@ -170,7 +178,7 @@ class LocalEngine:
     def send_parts(self, meeting: Meeting, patience_s: float) -> bool:
         if not self.trainer.is_sharded or is_lora(self.trainer.model):
             return False
-        if not self.trainer.meet(meeting, self._rounded_to, patience_s):
+        if not self.trainer.meet(meeting, self._rounded_to, patience_s, two_copies=self._two_copies):
             return False
         self._collector = Collector(meeting, patience_s)
         return True

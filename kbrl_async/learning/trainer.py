@@ -132,7 +132,7 @@ class Trainer(Updates):
                 self._settle_quietly()
                 self.load(Path(order.folder), order.files)
             case Meet():
-                self.meet(order.meeting, order.dtype, order.patience_s)
+                self.meet(order.meeting, order.dtype, order.patience_s, two_copies=order.two_copies)
             case Hold():
                 self._hold(order.version, order.keep)
             case Leave():
@@ -219,14 +219,14 @@ class Trainer(Updates):
         self._tell(Gather())
         return self._sharded.gathered()
 
-    def meet(self, meeting: Meeting, dtype: str, patience_s: float) -> bool:
+    def meet(self, meeting: Meeting, dtype: str, patience_s: float, *, two_copies: bool = False) -> bool:
         """Has every rank but this one send its rows of versions to samplers itself, rounded to a key of `DTYPES`. False
         where one of them can't reach the meeting: then none does."""
         group, can = self.process_group, True
         assert group is not None
-        self._tell(Meet(meeting, dtype, patience_s))
+        self._tell(Meet(meeting, dtype, patience_s, two_copies))
         if group.rank:
-            self._rows = Snapshots(DTYPES[dtype])
+            self._rows = Snapshots(DTYPES[dtype], ahead=two_copies)
             try:
                 self._part = PartSender(meeting, group.rank, group.device, patience_s)
             except InfraError:

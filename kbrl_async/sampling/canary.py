@@ -158,8 +158,8 @@ def check_temperature(rows: Sequence[Sequence[tuple[float, float]]], expected: f
         both += math.fsum((raw - raw_mean) * (recorded - recorded_mean) for raw, recorded in row)
     measured = raw2 / both if both > 0 else math.inf
     # What does not follow the line is noise; where tokens are nearly alike, as of random weights, bf16 alone bends it.
-    count = sum(map(len, rows))
-    noise = math.sqrt(max(0.0, recorded2 - both / measured) / max(1, count - 1)) if both > 0 else math.inf
+    free = sum(map(len, rows)) - len(rows) - 1
+    noise = math.sqrt(max(0.0, recorded2 - both / measured) / max(1, free)) if both > 0 else math.inf
     is_noise = noise <= NOISE and abs(1 / measured - 1 / expected) * math.sqrt(raw2) <= SIGMAS * noise
     if not abs(measured / expected - 1.0) <= TEMPERATURE_TOLERANCE and not is_noise:
         raise PolicyMismatch(

@@ -215,7 +215,13 @@ class TransferGroup:
         self._device, self.patience_s, self._part, self._parts = device, patience_s, part, meeting.parts
         self._memory = BucketMemory(device)
         store = dist.PrefixStore(f"group/{link}/{part}" if part else f"group/{link}", meeting.store(patience_s))
-        self._store, self._receivers, self._count = store, size - 1, 0
+        self._pace, self._receivers, self._count = (
+            dist.PrefixStore(f"pace/{link}/{part}", meeting.store(patience_s)),
+            size - 1,
+            0,
+        )
+        self.is_paced = device.type == "cuda"
+        """A bucket leaves when its receivers take it (`_await_receivers`); gloo sees by itself who has gone."""
         try:
             self._group = (
                 _nccl(store, rank, size, device)
@@ -248,11 +254,11 @@ class TransferGroup:
 
     def _announce(self) -> None:
         """Tells the sender that this worker takes the next bucket."""
-        if self._device.type != "cuda":
+        if not self.is_paced:
             return
         try:
-            if self._store.add(f"takes/{self._count}", 1) == self._receivers:
-                self._store.set(f"ready/{self._count}", "")
+            if self._pace.add(f"takes/{self._count}", 1) == self._receivers:
+                self._pace.set(f"ready/{self._count}", "")
         except LOST as error:
             raise gone(error) from error
         self._count += 1
@@ -261,12 +267,12 @@ class TransferGroup:
         """Until all workers take the next bucket. A kernel of NCCL that waited on the sender's GPU for them would stop
         whatever synchronises that GPU, such as an allocation of the update beside; where other ranks wait for that
         update, and the workers for their parts, nobody would go on."""
-        if self._device.type != "cuda":
+        if not self.is_paced:
             return
         try:
-            self._store.wait([f"ready/{self._count}"], datetime.timedelta(seconds=self.patience_s))
-            self._store.delete_key(f"ready/{self._count}")
-            self._store.delete_key(f"takes/{self._count}")
+            self._pace.wait([f"ready/{self._count}"], datetime.timedelta(seconds=self.patience_s))
+            self._pace.delete_key(f"ready/{self._count}")
+            self._pace.delete_key(f"takes/{self._count}")
         except LOST as error:
             self.close()
             raise gone(error) from error

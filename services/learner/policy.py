@@ -55,6 +55,7 @@ def setup_of(service: Service, is_stopped: Callable[[], bool]) -> LearnerSetup:
         canaries=lambda base: origins.canaries(config, load_tokenizer(base)),
         make_trainer=trainer,
         published_dtype=published_dtype(config, service.device),
+        sends_weights=config.sends_weights and may_skip_files(config),
     )
 
 

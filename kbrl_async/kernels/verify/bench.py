@@ -29,7 +29,7 @@ from kbrl_async.kernels.verify.device import Device, device_of
 from kbrl_async.kernels.verify.doubts import settled
 from kbrl_async.kernels.verify.family import Family, KnownTiming
 from kbrl_async.kernels.verify.floor import Floor
-from kbrl_async.kernels.verify.hoarding import WAITED, NoMemory, is_hoarder, is_out_of_memory
+from kbrl_async.kernels.verify.hoarding import WAITED, NoMemory, held_by_it, is_hoarder, is_out_of_memory
 from kbrl_async.kernels.verify.input_set import place
 from kbrl_async.kernels.verify.memory import Surplus
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, Watch, no_tick, options_for_interpreter
@@ -367,12 +367,13 @@ class Bench:
         with contextlib.suppress(CandidateFault, InfraError, RuntimeError):
             session.call(wire.OP_FREE, 0, checker.one_call_s)
         needed, before = reference.device_bytes, self._device.free() or 0
+        told = self._device.held(session.host_pid)
         checker.close()
         fault = CandidateFault(Fault.OUT_OF_MEMORY, "it keeps so much memory of the GPU that none is left to judge it")
         self._device.ended(fault, session.host_pid, self._zygote)
-        after = self._device.free() or 0
+        came_free = (self._device.free() or 0) - before
         self.references.drop(reference)
-        if not is_hoarder(before, after, needed):
+        if not is_hoarder(held_by_it(told, came_free, self._device.has_neighbours), needed):
             return False
         checker.fault = fault
         return True

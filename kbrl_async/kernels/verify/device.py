@@ -151,6 +151,10 @@ class Device:
         """Bytes of its own memory that nobody has; None where it has none of its own."""
         return None
 
+    def held(self, pid: int) -> int | None:
+        """Bytes of its own memory that a process has; None where nobody tells."""
+        return None
+
     def stopwatch(
         self, checker: Checker, twin: Session, options: BenchOptions, rng: random.Random, tick: Tick
     ) -> Measures:

@@ -2,7 +2,10 @@
 
 ::
 
-    allocation fails ─▶ the candidate is asked to give back what it can ─▶ free? ─▶ it is ended ─▶ free? ─▶ is_hoarder
+    allocation fails ─▶ the candidate is asked to give back what it can ─▶ what has it by the driver's word?
+        ├─ known ─▶ is_hoarder
+        └─ unknown ─▶ alone on the GPU: what its end made free ─▶ is_hoarder
+                      beside others: nobody is blamed, for what came free may be theirs
 """
 
 from __future__ import annotations
@@ -39,13 +42,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
 
 
-def is_hoarder(free_before: int, free_after: int, needed: int) -> bool:
-    """Whether an ended process held more than its work can need. Bytes free on the GPU before and after its end, and
-    what the problem's tensors take on the trusted side: its own weights and outputs are a part of that.
+def held_by_it(told: int | None, came_free: int, has_neighbours: bool) -> int:
+    """Bytes that an ended process had: by the driver's word, else what its end made free. Beside others that may be
+    theirs, and is nobody's fault.
 
-    >>> is_hoarder(1 << 20, 60 << 30, 1 << 30)
+    >>> held_by_it(None, 40 << 30, has_neighbours=True)
+    0
+    """
+    if told is not None:
+        return told
+    return 0 if has_neighbours else came_free
+
+
+def is_hoarder(held: int, needed: int) -> bool:
+    """Whether a process held more than its work can need. Bytes of the GPU that it had, and what the problem's tensors
+    take on the trusted side: its own weights and outputs are a part of that.
+
+    >>> is_hoarder(60 << 30, 1 << 30)
     True
-    >>> is_hoarder(1 << 20, 2 << 30, 1 << 30)
+    >>> is_hoarder(2 << 30, 1 << 30)
     False
     """
-    return free_after - free_before > _CONTEXT + _FAIR * needed
+    return held > _CONTEXT + _FAIR * needed

@@ -145,12 +145,8 @@ def fastest(heads: int, kv_heads: int, depth: int, length: int, dtype: torch.dty
     found: dict[str, MeasuredKernel] = {}
     shape = (heads, kv_heads, depth, min(length, 8192), dtype, device)
     try:
-        # Who asks may be inside of a checkpoint, which counts what is kept: this is not done again with it. And under
-        # autocast, which would compute the yardstick itself in bf16: all but `math` looked wrong by it.
-        with (
-            torch.autograd.graph.saved_tensors_hooks(_same, _same),
-            torch.autocast(device.type, enabled=False),
-        ):
+        # Who asks may be inside of a checkpoint, which counts what is kept: this is not done again with it.
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):
             for name, candidate in CANDIDATES.items():
                 if name == "math" and any(one.error <= TOLERANCE for one in found.values()):
                     continue
@@ -199,7 +195,8 @@ def error_of(
         given = [drawn(own, heads) + shift, drawn(own, kv_heads) - shift, drawn(own, kv_heads)]
         given += [drawn(before, kv_heads), drawn(before, kv_heads)] if before else []
         pull = drawn(own, heads)
-        got, exact = _results(candidate, given, pull), _results(_exact, [x.float() for x in given], pull.float())
+        with torch.autocast(device.type, enabled=False):  # which would write the yardstick out in bf16
+            got, exact = _results(candidate, given, pull), _results(_exact, [x.float() for x in given], pull.float())
         for mine, theirs in zip(got, exact, strict=True):
             errors.append(float((mine.float() - theirs).norm() / theirs.norm()))
     return max(errors) if all(map(math.isfinite, errors)) else math.inf

@@ -11,7 +11,9 @@ as one version takes, pinned where the weights are on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future
 
 import torch
 
@@ -53,6 +55,14 @@ class HostCopy:
         self._held = made
         return made
 
+    def another(self) -> HostCopy:
+        """The memory of one more copy as large as this. On a GPU's host a gigabyte takes a second: pages are pinned."""
+        made = HostCopy(self._dtype)
+        made._held = {
+            name: torch.empty_like(tensor, pin_memory=tensor.is_pinned()) for name, tensor in self._held.items()
+        }
+        return made
+
     def _room(self, name: str, like: torch.Tensor) -> torch.Tensor:
         held = self._held.get(name)
         if held is not None and held.shape == like.shape and held.dtype == like.dtype:
@@ -67,17 +77,42 @@ class Snapshots:
     tensors = memory.of(17, named_weights(model), keep={15})
     """
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        """See `HostCopy`."""
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype | None = None, *, ahead: bool = False) -> None:
+        """See `HostCopy`. `ahead`: two copies will be held, and the second one's memory is taken beside what follows
+        the first one."""
+        self._dtype, self._ahead = dtype, ahead
         self._copies: dict[int, HostCopy] = {}
+        self._second: Future[HostCopy] | None = None
 
     def of(self, version: int, named: Named, keep: Collection[int] = ()) -> dict[str, torch.Tensor]:
         """Valid until a version is copied that does not `keep` this one."""
         spare = [copy for held, copy in self._copies.items() if held not in keep]
-        copy = spare[0] if spare else HostCopy(self._dtype)
+        copy = spare[0] if spare else self._fresh()
         self._copies = {held: one for held, one in self._copies.items() if held in keep} | {version: copy}
-        return copy.of(named)
+        made = copy.of(named)
+        if self._ahead:
+            self._ahead, self._second = False, in_thread(copy.another)
+        return made
+
+    def _fresh(self) -> HostCopy:
+        if self._second is None:
+            return HostCopy(self._dtype)
+        second, self._second = self._second, None
+        return second.result()
+
+
+def in_thread(make: Callable[[], HostCopy]) -> Future[HostCopy]:
+    """What `make` gives, as a daemon thread finds it."""
+    found: Future[HostCopy] = Future()
+
+    def work() -> None:
+        try:
+            found.set_result(make())
+        except Exception as error:  # supervisor: whoever asks for it gets it
+            found.set_exception(error)
+
+    threading.Thread(target=work, name="second-copy", daemon=True).start()
+    return found
 
 
 def as_they_are(named: Named) -> dict[str, torch.Tensor]:

@@ -139,7 +139,10 @@ def _passes(shape: ModelShape, how: LearnerSizing, held: float) -> dict[str, flo
     """What a forward and backward pass adds to `held`."""
     loss = loss_bytes(shape, how)
     if how.path != "plain":
-        return {"activations": _by_kernels(shape, how, how.room - held - loss), "loss": loss}
+        # Kept for all layers until the forward pass is over, whatever is computed again.
+        copies = _copies(shape, msgspec.structs.replace(how, recomputed=Recomputed.NONE))
+        activations = _by_kernels(shape, how, how.room - held - copies - loss)
+        return {"activations": activations, "bf16 copies of weights": copies, "loss": loss}
     if how.recomputed is Recomputed.AUTO:
         return _as_fits(shape, how, held)
     everything = layer_bytes(shape, how)

@@ -156,11 +156,14 @@ def _sampler(config: Config, shape: ModelShape, capacity: float | None) -> Footp
     share = settings.memory_share * capacity
     parts, copies = settings.tensor_parallel, settings.data_parallel
     weights = served_weights(shape, parts)
-    cache = shape.kv_bytes(BF16) * settings.slots * longest(config, shape) / (parts * copies)
-    # New full weights are read beside the old ones; the cache takes what is left, down to one sequence.
-    needed = {"weights": weights * (1 if config.lora_rank else 2), "vLLM": VLLM_BESIDE}
-    least = float(shape.kv_bytes(BF16) * longest(config, shape) / parts)
-    return Footprint({**needed, "KV cache": max(least, min(cache, share - sum(needed.values())))})
+    # As `sampling.vllm.start` fits it: room for every slot at the model's longest, where there is so much.
+    token = shape.kv_bytes(BF16) / min(parts, shape.kv_heads)
+    cache = token * (-(-settings.slots // copies) + 1) * (shape.positions or longest(config, shape))
+    # New full weights from a file are read beside the old ones; the cache takes what is left, down to one sequence.
+    left = share - weights * (1 if config.lora_rank else 2) - VLLM_BESIDE
+    held = weights * (1 if config.lora_rank or config.sends_weights else 2)
+    least = token * longest(config, shape)
+    return Footprint({"weights": held, "vLLM": VLLM_BESIDE, "KV cache": max(least, min(cache, left))})
 
 
 def by_gpu(everyone: Sequence[Tenant]) -> dict[int, list[Tenant]]:

@@ -43,6 +43,12 @@ def test_torchs_own_is_right() -> None:
     assert error_of(plain, *SHAPE) < TOLERANCE / 2
 
 
+def test_it_is_right_under_autocast_too() -> None:
+    shape = (8, 2, 128, 600, torch.bfloat16, torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert error_of(plain, *shape) < TOLERANCE
+
+
 @pytest.mark.parametrize("wrong", [wrong_key_gradient, wrong_where_scores_are_low, wrong_behind_a_prefix])
 def test_a_kernel_that_is_wrong_in_one_place_is_found(wrong: object) -> None:
     assert error_of(wrong, *SHAPE) > TOLERANCE  # type: ignore[arg-type]

@@ -172,6 +172,30 @@ def test_raw_logprobs_in_place_of_processed_ones_are_another_temperature() -> No
         check_temperature([[(z, z) for z in (-0.1, -2.0, -5.0)]], 0.7)
 
 
+def noisy_rows(spread: float, noise: float, temperature: float, seed: int) -> list[list[tuple[float, float]]]:
+    """What two kernels give of eight tokens at three positions."""
+    rng = random.Random(seed)
+    true = [[rng.gauss(-5.0, spread) for _ in range(8)] for _ in range(3)]
+    return [[(z + rng.gauss(0, noise), z / temperature + rng.gauss(0, noise)) for z in row] for row in true]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_noise_of_bf16_between_tokens_that_are_nearly_alike_is_no_wrong_temperature(seed: int) -> None:
+    check_temperature(noisy_rows(spread=0.25, noise=0.03, temperature=1.0, seed=seed), 1.0)
+
+
+@pytest.mark.parametrize("temperature", [0.8, 1.3])
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_of_bf16_hides_no_wrong_temperature_where_tokens_differ(temperature: float, seed: int) -> None:
+    with pytest.raises(PolicyMismatch, match="at temperature"):
+        check_temperature(noisy_rows(spread=2.0, noise=0.03, temperature=temperature, seed=seed), 1.0)
+
+
+def test_what_follows_no_line_is_no_noise() -> None:
+    with pytest.raises(PolicyMismatch, match="at temperature"):
+        check_temperature(noisy_rows(spread=0.25, noise=1.0, temperature=1.0, seed=1), 1.0)
+
+
 def test_an_adapter_is_named_by_its_version() -> None:
     assert Served(17).name == "policy-v17"
 

@@ -68,7 +68,9 @@ def lead(folder: Path, trainer: Any) -> None:
     publisher.close()
 
 
-def _out_of_reach(meet: Callable[[Meeting, str, float], bool], meeting: Meeting, dtype: str, patience_s: float) -> bool:
+def _out_of_reach(
+    meet: Callable[[Meeting, str, float], bool], meeting: Meeting, dtype: str, patience_s: float, **_: Any
+) -> bool:
     """A port at which nobody listens, as behind a firewall between hosts."""
     return meet(msgspec.structs.replace(meeting, port=free_port()), dtype, 0.5)
 

@@ -16,8 +16,16 @@ import pytest
 import torch
 
 from kbrl_async.errors import InfraError
-from kbrl_async.weights.direct import Line, Sender
-from kbrl_async.weights.groups import Incoming, Meeting, TensorEntry, TransferOffer, buckets
+from kbrl_async.weights.direct import Line, Sender, index_of
+from kbrl_async.weights.groups import (
+    Incoming,
+    Meeting,
+    TensorEntry,
+    TransferGroup,
+    TransferOffer,
+    buckets,
+    placed,
+)
 from protocols.records import PolicyVersion
 
 CPU = torch.device("cpu")
@@ -196,3 +204,35 @@ def test_a_sender_listens_at_its_address_only(sender: Sender) -> None:
     socket.create_connection(("127.0.0.1", sender.meeting.port)).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", sender.meeting.port))
+
+
+def test_between_gpus_a_bucket_leaves_when_its_receiver_takes_it(sender: Sender) -> None:
+    groups: dict[int, TransferGroup] = {}
+
+    def join(rank: int) -> None:
+        groups[rank] = TransferGroup(sender.meeting, "paced", rank, 2, CPU, PATIENCE_S)
+        groups[rank].is_paced = True
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(join, range(2)))
+        tensors = {"a": torch.full((1000,), 3.0), "b": torch.full((10,), 4.0)}
+        index = index_of(tensors)
+        for _ in range(2):
+            sending = pool.submit(groups[0].send, tensors, index)
+            time.sleep(0.2)
+            assert not sending.done()
+            got = groups[1].receive(placed(index)).clone()
+            sending.result(PATIENCE_S)
+            assert got[:4000].view(torch.float32).eq(3.0).all()
+    for group in groups.values():
+        group.close()
+
+
+def test_a_receiver_that_does_not_come_costs_the_sender_its_patience_and_no_more(sender: Sender) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        made = pool.map(lambda rank: TransferGroup(sender.meeting, "alone", rank, 2, CPU, PATIENCE_S), range(2))
+        mine, other = made
+    mine.is_paced, mine.patience_s = True, 0.3
+    with pytest.raises(InfraError, match="can't be had directly"):
+        mine.send({"a": torch.ones(3)}, index_of({"a": torch.ones(3)}))
+    other.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing as mp
 import os
@@ -10,11 +11,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kbrl_async.errors import InfraError
+from kbrl_async.weights import groups
 from kbrl_async.weights import tensors as files
 from kbrl_async.weights.direct import Line, Sender, index_of
 from kbrl_async.weights.groups import Incoming, Meeting, Placed, TensorEntry, TransferGroup, share
@@ -123,6 +126,26 @@ def test_every_worker_of_every_sampler_gets_whole_tensors_of_the_newest_version(
         ranks.publish(version)
         assert_whole(one.take(), version, 2)
         assert_whole(other.take(), version)
+
+
+def test_parts_that_leave_when_they_are_taken_arrive_whole(
+    ranks: Ranks, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between GPUs, in several buckets, to two workers."""
+    made = TransferGroup.__init__
+
+    def paced(group: TransferGroup, *given: Any) -> None:
+        made(group, *given)
+        group.is_paced = True
+
+    monkeypatch.setattr(TransferGroup, "__init__", paced)
+    monkeypatch.setattr(groups, "buckets", functools.partial(groups.buckets, most=600))
+    ranks.publish(0)
+    sampler = Sampler(ranks.meeting, "sampler.1", workers=2)
+    for version in (1, 2):
+        ranks.publish(version)
+        assert_whole(sampler.take(), version, 2)
+    assert not told
 
 
 def killed_in_transfer(meeting: Meeting, name: str = "sampler.1") -> None:

@@ -60,6 +60,9 @@ class Nvml(Protocol):
     def other_pids(self) -> list[int]:
         """Processes that have a context on this GPU; ours among them."""
 
+    def memory_of(self, pid: int) -> int | None:
+        """Bytes of this GPU that a process has, its context included; None where the driver does not tell."""
+
     def lock(self, mhz: int) -> None:
         """Raises `HostError` where we have no right to."""
 
@@ -101,6 +104,12 @@ class NvmlDriver:
 
     def other_pids(self) -> list[int]:
         return [int(process.pid) for process in self._lib.nvmlDeviceGetComputeRunningProcesses(self._gpu)]
+
+    def memory_of(self, pid: int) -> int | None:
+        for process in self._lib.nvmlDeviceGetComputeRunningProcesses(self._gpu):
+            if process.pid == pid and process.usedGpuMemory is not None:  # not told in some containers
+                return int(process.usedGpuMemory)
+        return None
 
     def lock(self, mhz: int) -> None:
         self._change("lock", lambda: self._lib.nvmlDeviceSetGpuLockedClocks(self._gpu, mhz, mhz))

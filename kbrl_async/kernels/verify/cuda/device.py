@@ -311,6 +311,9 @@ class CudaDevice(Device):
     def free(self) -> int | None:
         return self.health.free()
 
+    def held(self, pid: int) -> int | None:
+        return self.health.nvml.memory_of(pid) if self.health.nvml else None
+
     def stopwatch(
         self, checker: Checker, twin: Session, options: BenchOptions, rng: random.Random, tick: Tick
     ) -> CudaStopwatch:

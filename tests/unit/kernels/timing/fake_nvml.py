@@ -55,6 +55,9 @@ class FileGpu:
     def other_pids(self) -> list[int]:
         return []
 
+    def memory_of(self, pid: int) -> int | None:
+        return None
+
     def lock(self, mhz: int) -> None:
         self._change(f"lock {mhz}", mhz)
 

@@ -12,7 +12,7 @@ from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.verify import compare, replies, values, wire
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
-from kbrl_async.kernels.verify.hoarding import is_hoarder, is_out_of_memory
+from kbrl_async.kernels.verify.hoarding import held_by_it, is_hoarder, is_out_of_memory
 from kbrl_async.kernels.verify.outputs import same_structure
 from kbrl_async.kernels.verify.report import verdict_of
 from kbrl_async.kernels.verify.session import CandidateFault
@@ -140,10 +140,17 @@ GIB = 1 << 30
 
 
 def test_who_holds_more_than_its_work_needs_is_to_blame() -> None:
-    assert is_hoarder(free_before=0, free_after=70 * GIB, needed=2 * GIB)
-    assert not is_hoarder(free_before=0, free_after=4 * GIB, needed=2 * GIB), "its weights, its outputs and a context"
-    assert not is_hoarder(free_before=GIB, free_after=GIB, needed=0), "others have the memory"
-    assert not is_hoarder(free_before=9 * GIB, free_after=GIB, needed=0), "somebody else came meanwhile"
+    assert is_hoarder(held=70 * GIB, needed=2 * GIB)
+    assert not is_hoarder(held=4 * GIB, needed=2 * GIB), "its weights, its outputs and a context"
+    assert not is_hoarder(held=0, needed=0), "others have the memory"
+    assert not is_hoarder(held=-8 * GIB, needed=0), "somebody else came meanwhile"
+
+
+def test_memory_that_others_gave_back_meanwhile_accuses_nobody() -> None:
+    """Seven verifiers beside one candidate gave 40 GiB back while it was ended: it was called a hoarder."""
+    assert held_by_it(None, 40 * GIB, has_neighbours=True) == 0
+    assert held_by_it(2 * GIB, 40 * GIB, has_neighbours=True) == 2 * GIB, "the driver knows whose it was"
+    assert held_by_it(None, 40 * GIB, has_neighbours=False) == 40 * GIB
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,37 @@ def test_what_two_h200_measured_is_predicted_within_a_tenth(
     assert (predicted.total - predicted.parts["CUDA"]) / GB == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("model", "tokens", "measured"),
+    [("Qwen2.5-7B", 8192, 103.52), ("Qwen2.5-7B", 16384, 132.63), ("Qwen3-8B", 16384, 133.04)],
+)
+def test_what_two_h200_measured_with_fused_kernels_is_predicted_to_a_twentieth(
+    model: str, tokens: int, measured: float
+) -> None:
+    how = LearnerSizing(
+        tokens=tokens,
+        scored=tokens * 3 // 4,
+        autocast=False,
+        path="modules",
+        recomputed=Recomputed.AUTO,
+        room=0.9 * 139.8 * 2**30,
+        ranks=2,
+        sharded=True,
+    )
+    predicted = learner(KNOWN[model], how)
+    assert (predicted.total - predicted.parts["CUDA"]) / GB == pytest.approx(measured, rel=0.05)
+
+
+def test_autocast_keeps_copies_of_fp32_weights_for_fused_kernels_too() -> None:
+    def copies(**given: Any) -> float:
+        how = plan(tokens=8192, bf16=True, on_gpu=True, path="modules", recomputed=Recomputed.FULL, **given)
+        return learner(KNOWN["Qwen3-4B"], how).parts.get("bf16 copies of weights", 0.0)
+
+    assert copies() == pytest.approx(2 * KNOWN["Qwen3-4B"].parameters, rel=0.01)
+    assert copies(held="bf16") == 0
+    assert copies(ranks=2, sharded=True, autocast=False) == 0
+
+
 def test_as_little_is_computed_again_as_there_is_room_for() -> None:
     def activations(room: float, **given: Any) -> float:
         how = plan(tokens=8192, bf16=True, on_gpu=True, room=room, **{"recomputed": Recomputed.AUTO, **given})

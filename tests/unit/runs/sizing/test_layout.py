@@ -71,6 +71,14 @@ def test_verifiers_take_room_where_they_are_placed() -> None:
     ]  # fmt: skip
 
 
+def test_a_sampler_of_vllm_takes_what_it_was_measured_to_take() -> None:
+    """117.7 GB of an H200, and 121.2 while weights came: as long as a sequence may be, not as the run's are."""
+    words = "model_name=Qwen3-8B device=cuda lora_rank=0 max_tokens=2366 placement=split learner.processes=2"
+    more = "learner.shard=true sampler.engine=vllm sampler.slots=128 sampler.memory_share=.9"
+    found = {t.name: t for t in tenants(config(*words.split(), *more.split()), KNOWN["Qwen3-8B"], 139.8 * 2**30)}
+    assert found["sampler.1"].footprint.total / GB == pytest.approx(119.5, rel=0.02)
+
+
 def test_a_run_on_the_cpu_is_held_against_the_hosts_memory() -> None:
     assert misfit(config(), KNOWN["Qwen2.5-0.5B"], [], 64 * GB) is None
     why = misfit(config("model_name=Qwen2.5-7B", "device=cpu"), KNOWN["Qwen2.5-7B"], [H200], HOST)
