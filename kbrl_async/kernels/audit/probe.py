@@ -8,6 +8,7 @@ a step that does not fit leaves the earlier ones.
 from __future__ import annotations
 
 import math
+import re
 import socket
 import types
 from collections.abc import Callable
@@ -18,11 +19,12 @@ import torch
 
 from kbrl_async.kernels.audit import trials
 from kbrl_async.kernels.problems import model_contract as contract
-from kbrl_async.kernels.problems.audit_file import HALF, KERNELBENCH, AuditFinding, OutputTrial
+from kbrl_async.kernels.problems.audit_file import FIXED_DEVICE, HALF, KERNELBENCH, AuditFinding, OutputTrial
 from kbrl_async.kernels.sandbox import Isolation
 
 FIGURES = {KERNELBENCH: 1e-4, HALF: 1e-2}
 _HALF_TYPES = (torch.float16, torch.bfloat16)
+_ELSEWHERE = re.compile(r"(?=.*\bcpu\b).*(expected device|same device)", re.DOTALL)
 _RANDOM_SHARE = 1e-5
 """Of the output's scale: larger differences between two runs are not rounding in another order."""
 
@@ -155,8 +157,22 @@ class _Steps:
     def casts(self, probe: AuditProbe) -> AuditProbe:
         """Everything cast to one type, as KernelBench does: what integers among the inputs say to that."""
         found = [text for dtype in (torch.float32, *_HALF_TYPES) if (text := self._cast(dtype))]
-        findings = (*probe.findings, *(AuditFinding("dtype_cast", text) for text in found))
+        fixed = [AuditFinding(FIXED_DEVICE, text)] if (text := self._elsewhere()) else []
+        findings = (*probe.findings, *fixed, *(AuditFinding("dtype_cast", text) for text in found))
         return msgspec.structs.replace(probe, findings=findings)
+
+    def _elsewhere(self) -> str:
+        """What it says to weights and inputs that are not on the CPU, shown without a GPU by tensors without memory;
+        one that asks for CUDA by name may behave otherwise there.
+        """
+        if self.task.device != "cpu" or "cuda" in self.task.source:
+            return ""
+        given = [item.to("meta") if isinstance(item, torch.Tensor) else item for item in self.inputs]
+        try:
+            self._forward(given, self._build().to("meta"))
+        except Exception as error:  # the problem's own code, and what works on values only
+            return str(error)[:160] if _ELSEWHERE.search(str(error)) else ""
+        return ""
 
     def _cast(self, dtype: torch.dtype) -> str:
         """What goes wrong; empty: nothing, or nothing that this device can show."""
@@ -240,7 +256,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _scale(tensor: torch.Tensor) -> float:
     if tensor.numel() == 0:
         return 0.0
-    low, high = torch.aminmax(torch.nan_to_num(tensor) if tensor.is_floating_point() else tensor)
+    if tensor.is_floating_point():
+        tensor = torch.nan_to_num(tensor if tensor.element_size() > 1 else tensor.float())  # of 8 bits it has none
+    low, high = torch.aminmax(tensor)
     return max(abs(float(low)), abs(float(high)))
 
 

@@ -102,7 +102,8 @@ def half_rows(expected: list[torch.Tensor]) -> list[torch.Tensor] | None:
 
 def _typical(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point():
-        return tensor.mean().reshape(1)
+        wide = tensor if tensor.element_size() > 1 else tensor.float()  # types of 8 bits have no sums
+        return wide.mean().reshape(1)
     return tensor.flatten().mode().values.reshape(1)
 
 

@@ -18,7 +18,7 @@ from kbrl_async import durable
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.audit import Auditor, Limits
 from kbrl_async.kernels.importing.found import Found
-from kbrl_async.kernels.problems.audit_file import CLEAN, FLAGGED, ProblemAudit
+from kbrl_async.kernels.problems.audit_file import CLEAN, FIXED_DEVICE, FLAGGED, ProblemAudit
 from kbrl_async.kernels.problems.contract import parse_problem
 from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.kernels.problems.sources.folder import INDEX
@@ -29,8 +29,9 @@ from protocols.records import Problem
 JOURNAL = "import.jsonl"
 TAKEN, UNTRIED, LEFT = "taken", "taken, not tried", "left out"
 ENDED = "its process ended"
+STAYS = f"{FIXED_DEVICE}: a GPU's inputs meet tensors of its own that stay on the CPU"
 FAILS = "its reference fails on inputs that candidates meet"
-_NO_ROOM = re.compile(r"memory|does not fit|would need|longer than|deadline")
+_NO_ROOM = re.compile(r"memory|does not fit|would need|longer than|deadline|no result after")
 AHEAD = 4
 """Rows waiting for each worker: enough to keep it busy, few enough for a data set of any size."""
 
@@ -127,7 +128,9 @@ class Importer:
         if audit.status != CLEAN and ENDED in audit.reason:
             return msgspec.structs.replace(row, reason=f"{ENDED} itself, or for want of memory")
         if _fails(audit):
-            return msgspec.structs.replace(row, reason=FAILS)
+            return msgspec.structs.replace(row, reason=f"{FAILS}: {_cause(audit.ours)}")
+        if FIXED_DEVICE in (f.kind for f in audit.findings):
+            return msgspec.structs.replace(row, reason=STAYS)
         path = self.out / f"level{problem.level}" / f"{problem.name}.py"
         path.parent.mkdir(exist_ok=True)
         durable.write_atomically(path, problem.source)
@@ -164,6 +167,11 @@ class Importer:
 def _fails(audit: ProblemAudit) -> bool:
     """Whether a bench could never verify a kernel for it, for another cause than room or time here."""
     return "the reference of " in audit.ours and not _NO_ROOM.search(audit.ours)
+
+
+def _cause(ours: str) -> str:
+    """What the bench said of it, without the problem's name."""
+    return re.sub(r"^not tried: the reference of \S+ (fails: )?", "", ours)[:160]
 
 
 def _reading(source: str) -> ReferenceFacts | None:

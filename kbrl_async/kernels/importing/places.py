@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.importing.formats import (
     flashinfer_trace,
@@ -15,6 +17,8 @@ from kbrl_async.kernels.importing.formats import (
     tritonbench,
 )
 from kbrl_async.kernels.importing.found import Found
+from kbrl_async.kernels.importing.licences import license_of
+from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.kernels.problems.sources import hub
 
 FORMATS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Iterator[Found]]]] = {
@@ -43,5 +47,20 @@ def read(place: str, form: str = "") -> tuple[str, Iterator[Found]]:
         raise ProblemError(f"there is no format {form!r}", f"Choose among {', '.join(FORMATS)}")
     for name, (knows, reader) in FORMATS.items():
         if name == form or (not form and knows(path)):
-            return name, reader(path)
+            return name, reader(path) if name == "rows" else _licensed(reader(path), license_of(path))
     raise ProblemError(f"{place} holds no problems of a known format", f"Formats: {', '.join(FORMATS)}; see --help")
+
+
+def _licensed(found: Iterator[Found], by: str) -> Iterator[Found]:
+    """Rows of a file say theirs themselves; files of a checkout have the checkout's, or their own."""
+    for one in found:
+        own = one.license or _own(one.source)
+        yield msgspec.structs.replace(one, license=own or by)
+
+
+def _own(source: str) -> str:
+    """What a problem file declares."""
+    try:
+        return declared(source).license
+    except (ProblemError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""

@@ -24,6 +24,7 @@ OUR_AUDITS = Path(__file__).parent / "audits"
 AUDIT_FILE = "audit.json"
 CLEAN, FLAGGED, NOT_AUDITED = "clean", "flagged", "not_audited"
 OURS, KERNELBENCH, HALF = "ours", "kernelbench", "kernelbench_half"
+FIXED_DEVICE = "fixed_device"
 _ABOUT_NO_TOLERANCE = ("random", "cannot_run")
 
 
@@ -51,7 +52,9 @@ class AuditFinding(msgspec.Struct, frozen=True):
     """Something that makes a problem's scores say less than they seem to."""
 
     kind: str
-    """A trial's name, `random`, `mutates_inputs`, `dtype_cast` or `cannot_run`."""
+    """A trial's name, `random`, `mutates_inputs`, `dtype_cast`, `cannot_run`, or `fixed_device`: tensors of its own
+    stay on the CPU, so that it runs on no GPU.
+    """
     evidence: str
     tolerance: str = ""
 

@@ -1,5 +1,5 @@
 """Configurations among constructor arguments, as plain values: KernelBench's level 4 hands on those of models,
-KernelBook's rows dictionaries whose keys are fields.
+KernelBook's rows dictionaries whose keys are fields, and a layer that does nothing where any would do.
 
 The reference's child says what a configuration holds, and the candidate's child makes one of it. The processes that
 judge pass both on as the plain values that they are.
@@ -11,7 +11,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 KEY = "transformers configuration"
+LAYER = "layer that does nothing"
 OPEN, CLOSED = "dictionary with fields", "dictionary with fields and no others"
 
 
@@ -38,6 +41,8 @@ def packed(value: Any) -> Any:
         if type(value) is not _class_of(value.model_type):
             raise TypeError(f"a {type(value).__name__}, which transformers does not have, can't be handed over")
         return {KEY: value.to_dict()}
+    if type(value) is torch.nn.Identity:
+        return {LAYER: None}
     if isinstance(value, dict) and any(hasattr(value, str(key)) and not hasattr({}, str(key)) for key in value):
         kind = OPEN if hasattr(value, "no_field_of_this_name") else CLOSED
         return {kind: {key: packed(item) for key, item in value.items()}}
@@ -49,6 +54,8 @@ def unpacked(value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == {KEY}:
         fields = value[KEY]
         return _class_of(fields["model_type"]).from_dict(fields)
+    if isinstance(value, dict) and value.keys() == {LAYER}:
+        return torch.nn.Identity()
     if isinstance(value, dict) and len(value) == 1 and (kind := next(iter(value))) in (OPEN, CLOSED):
         return Fields({key: unpacked(item) for key, item in value[kind].items()}, is_open=kind == OPEN)
     return _within(value, unpacked)

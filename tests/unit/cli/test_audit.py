@@ -77,6 +77,28 @@ def test_our_audit_of_kernelbench_speaks_of_its_problems_wherever_they_lie(
     assert [p.flags for p in load_problems(str(problems))] == [(), ("zeros@ours",)]
 
 
+def test_what_is_shipped_of_kernelbench_flags_its_problems(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many as docs/corpora.md says; a problem of the same name and another text has none of it."""
+    shipped = {path.stem: audit_file.read(path).problems for path in audit_file.OUR_AUDITS.glob("kernelbench-*.json")}
+    assert set(shipped) == {"kernelbench-cpu", "kernelbench-gpu"}
+    of_gpu = shipped["kernelbench-gpu"]
+    assert len({one.problem_id for one in of_gpu}) == len(of_gpu) == 250
+    assert sum(bool(one.flags) for one in of_gpu) == 19
+    (known,) = (one for one in of_gpu if one.problem_id == "L2/80_Gemm_Max_Subtract_GELU")
+    (folder / "level2").mkdir()
+    (folder / "level2" / "80_Gemm_Max_Subtract_GELU.py").write_text(SOURCE)
+    assert [p.flags for p in load_problems(str(folder))] == [()]
+    monkeypatch.setattr(audit_file, "problem_hash", lambda _: known.problem_hash)
+    for shapes in ("cpu", "gpu"):
+        (problem,) = load_problems(str(folder), shapes=shapes)
+        assert set(known.flags) <= set(problem.flags)
+        assert audit_file.usable([problem]) == []
+    cli.main(["problems", "list", str(folder)])
+    assert "zeros@ours" in "".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("more", "words"), [(["--ids", "L1/7"], "no problem 'L1/7'"), (["--level", "9"], "has level [9]")]
 )

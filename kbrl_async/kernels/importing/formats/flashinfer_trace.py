@@ -11,6 +11,7 @@ of pages.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kbrl_async.kernels.importing.found import Found, LeftOut, stem_of, with_model_of
+from kbrl_async.kernels.importing.found import Found, LeftOut, parsed, stem_of, with_model_of
 
 BATCH, AXIS, TOP = 8, 64, 8
 """Of a variable axis without a workload: batches, anything else; and `k` of a selection."""
@@ -77,7 +78,7 @@ def _workloads(place: Path) -> Mapping[str, list[Mapping[str, Any]]]:
 
 
 def _source(definition: Mapping[str, Any], workloads: Sequence[Mapping[str, Any]], place: Path) -> str:
-    inputs: Mapping[str, Mapping[str, Any]] = definition["inputs"]
+    inputs = _as_called(definition["reference"], definition["inputs"])
     totals = _totals(definition)
     made = [_maker(name, spec, totals.get(name, "")) for name, spec in inputs.items()]
     kept = _kept(inputs, workloads, place)
@@ -99,6 +100,13 @@ def _source(definition: Mapping[str, Any], workloads: Sequence[Mapping[str, Any]
     text += f"\n\nFIXED_INPUTS = {whole!r}\n" if whole else ""
     rows = [{"name": _name(case, n), "shape": case, "weight": times} for n, (case, times) in enumerate(cases)]
     return text + (f"\n\nWORKLOADS = {rows!r}\n" if len(rows) > 1 else "")
+
+
+def _as_called(reference: str, inputs: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    """In the order of `run`'s parameters, where it has the same: a definition is called by names."""
+    made = [n for n in parsed(reference) if isinstance(n, ast.FunctionDef) and n.name == "run"]
+    names = [arg.arg for node in made for arg in node.args.args]
+    return {name: inputs[name] for name in names} if sorted(names) == sorted(inputs) else inputs
 
 
 def _cases(
@@ -127,7 +135,7 @@ def _defaults(definition: Mapping[str, Any], axes: Mapping[str, int]) -> dict[st
             usual = BATCH if name.startswith(("batch", "num_seqs")) else BATCH + 1 if name.startswith("len_") else AXIS
             found[name] = axes.get(name, usual)
     for name, spec in definition["inputs"].items():
-        if spec["shape"] is None:
+        if not spec["shape"]:
             found[name] = _scalar(name, spec["dtype"])
     return found
 
@@ -151,6 +159,8 @@ def _maker(name: str, spec: Mapping[str, Any], total: str) -> str:
     shape, dtype = spec["shape"], spec["dtype"]
     if shape is None:
         return name
+    if not shape:
+        return f"torch.tensor({name}, dtype=torch.{dtype})"
     sizes = ", ".join(map(str, shape))
     if not all(re.fullmatch(r"\w+", str(axis)) for axis in shape):
         raise LeftOut("axes that are computed")

@@ -60,11 +60,10 @@ def source_of(text: str) -> str:
 
 
 def _with_model(text: str, body: list[ast.stmt]) -> str:
-    modules = [
-        node.name
-        for node in body
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Module") for base in node.bases)
-    ]
+    modules: list[str] = []
+    for node in body:
+        if isinstance(node, ast.ClassDef) and any(_is_module(ast.unparse(base), modules) for base in node.bases):
+            modules.append(node.name)
     if modules:
         return as_model(text, modules[-1])
     functions = [
@@ -75,3 +74,8 @@ def _with_model(text: str, body: list[ast.stmt]) -> str:
     if not functions:
         raise LeftOut("no module and no function in it")
     return with_model_of(text, functions[-1])
+
+
+def _is_module(base: str, known: list[str]) -> bool:
+    """Torch's own, as `nn.Conv2d`, or one of the file."""
+    return base.endswith("Module") or base.startswith(("nn.", "torch.nn.")) or base in known

@@ -74,6 +74,7 @@ def test_an_honest_problem_is_clean(auditor: Auditor) -> None:
         ("nn.functional.cross_entropy(x, more[0])", "torch.randn(8, 64), torch.arange(8)", "dtype_cast"),
         ("x[more[0]]", "torch.randn(8, 64), torch.tensor([1, 2])", "dtype_cast"),
         ("x * more[0]", "torch.randn(8, 64), torch.tensor([4097])", "dtype_cast"),
+        ("torch.tanh(x) + torch.ones(64)", "torch.randn(8, 64)", "fixed_device"),
     ],
 )
 def test_what_makes_a_score_meaningless_is_found(auditor: Auditor, forward: str, inputs: str, flag: str) -> None:
@@ -81,6 +82,25 @@ def test_what_makes_a_score_meaningless_is_found(auditor: Auditor, forward: str,
     assert flag in flags(audit), audit
     assert all(finding.evidence for finding in audit.findings)
     assert (audit.status == "flagged") == bool(audit.flags)
+
+
+def test_an_output_of_8_bits_is_looked_at(auditor: Auditor) -> None:
+    audit = auditor.audit(problem("torch.tanh(x).to(torch.float8_e4m3fn)"))
+    assert (audit.status, audit.output_scale) == ("clean", 1.0), audit
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "torch.tanh(x) + torch.ones(64, device=x.device)",
+        "torch.tanh(x) * torch.tensor(2.0)",
+        "torch.tanh(x)[torch.arange(7)]",
+        "torch.tanh(x) * float(x.abs().max())",
+        "torch.tanh(x) + (torch.ones(64).cuda() if x.is_cuda else torch.ones(64))",
+    ],
+)
+def test_what_a_gpu_may_run_is_said_to_stay_on_no_cpu(auditor: Auditor, forward: str) -> None:
+    assert "fixed_device" not in flags(auditor.audit(problem(forward)))
 
 
 def test_tiny_outputs_pass_there_but_not_here(auditor: Auditor) -> None:

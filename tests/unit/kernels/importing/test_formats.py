@@ -227,6 +227,13 @@ def test_integers_of_flashinfer_trace_are_drawn_by_what_their_names_mean(tmp_pat
     assert pages.max() < 7
 
 
+def test_flashinfer_trace_calls_by_names_and_has_tensors_of_no_dimension(tmp_path: Path) -> None:
+    inputs = {"scale": {"shape": [], "dtype": "float32"}, "x": {"shape": ["M"], "dtype": "float32"}}
+    reference = "def run(x, scale):\n    return x[0] * 0 + scale + scale.dim()"
+    (one,) = trace(tmp_path, [], gemm=definition(inputs=inputs, reference=reference))
+    assert float(outputs_of(one)) == 0.125
+
+
 @pytest.mark.parametrize("path", ["blob/kept.safetensors", "../kept.safetensors"])
 def test_integers_in_a_file_stand_in_the_text_and_a_path_out_of_the_place_is_not_read(
     tmp_path: Path, path: str
@@ -362,6 +369,37 @@ def test_plain_modules_and_functions_with_example_inputs_are_taken(tmp_path: Pat
     assert not torch.equal(outputs_of(function), outputs_of(function)), "the same example each time is drawn again"
     assert not torch.equal(outputs_of(net), outputs_of(net))
     assert bare.left_out == "no get_inputs and no example_inputs"
+
+
+def test_a_layer_of_torchs_own_class_is_a_module(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "import torch\nfrom torch import nn\n\n\ndef scale(x):\n    return x * 2\n\n\nclass Scaled(nn.Linear):\n"
+        "    def forward(self, x):\n        return scale(super().forward(x))\n\n\nclass Last(Scaled):\n    pass\n\n\n"
+        "example_inputs = [torch.rand(3, 4)]\n\n\ndef get_init_inputs():\n    return [4, 5]\n"
+    )
+    (one,) = read(str(tmp_path))[1]
+    assert outputs_of(one).shape == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("MIT License\n\nCopyright (c) 2023 Someone\n", "MIT"),
+        ("\n   Apache License\n   Version 2.0, January 2004\n", "Apache-2.0"),
+        ("Redistribution and use in source …\n3. Neither the name of …", "BSD-3-Clause"),
+        ("\nMy own words\nand more", "My own words"),
+    ],
+)
+def test_files_of_a_checkout_have_its_licence_unless_they_say_their_own(tmp_path: Path, text: str, name: str) -> None:
+    place = tmp_path / "checkout" / "inner"
+    place.mkdir(parents=True)
+    (tmp_path / "LICENSE").write_text("of somebody else")
+    (place / "a.py").write_text(model("Net"))
+    (place / "b.py").write_text(model("Net") + "\nLICENSE = 'CC0'\n")
+    assert [one.license for one in read(str(place))[1]] == ["", "CC0"]
+    (place.parent / ".git").mkdir()
+    (place.parent / "LICENSE").write_text(text)
+    assert [one.license for one in read(str(place))[1]] == [name, "CC0"]
 
 
 def test_a_place_that_is_none_says_what_is_known(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Impor
         found("broken", "x @ torch.zeros(3, 3)"),
         found("hostile", "x", head="import os\nos._exit(0)"),
         found("near", "torch.sigmoid(x) * 3"),
+        found("on_a_cpu_only", "torch.cos(x) + torch.ones(16)"),
         Found("odd", "", left_out="no source in it"),
         Found("empty", "import torch\n"),
     ]
@@ -54,6 +55,7 @@ def test_every_row_has_a_fate_and_a_reason(imported: tuple[Path, list[ImportedRo
     assert fates["L1/silent"][0] == fates["L1/broken"][0] == fates["L1/empty"][0] == "left out"
     assert "cannot_run" in fates["L1/broken"][1]
     assert "lacks" in fates["L1/empty"][1]
+    assert fates["L1/on_a_cpu_only"][1].startswith("fixed_device")
     assert fates["L1/hostile"] == ("left out", "its process ended itself, or for want of memory")
 
 
@@ -98,6 +100,7 @@ def test_the_next_run_goes_on_behind_the_journal(tmp_path: Path, monkeypatch: py
         ("not tried: it would need about 9.1 GiB", "taken, not tried"),
         ("not tried: the reference of L1/a fails: a call took longer than 20 s", "taken, not tried"),
         ("not tried: the reference of L1/a fails: RuntimeError: not enough memory", "taken, not tried"),
+        ("not tried: the reference of L1/a fails: no result after 0.09 s", "taken, not tried"),
         ("not tried: the reference of L1/a fails: LinAlgError: the input matrix is singular", "left out"),
         ("not tried: the reference of L1/a is random or keeps state: the same inputs gave two answers", "left out"),
     ],
@@ -112,6 +115,7 @@ def test_what_our_inputs_break_is_left_out_and_what_has_no_room_for_them_is_untr
     (row,) = Importer(tmp_path / "out", LIMITS, jobs=1).run([found("a")])
     assert row.outcome == outcome
     assert bool(row.reason) == bool(ours)
+    assert ("singular" in row.reason) == ("singular" in ours)
 
 
 def test_rows_are_read_as_they_are_needed(tmp_path: Path) -> None:

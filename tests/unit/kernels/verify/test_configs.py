@@ -39,6 +39,13 @@ def test_what_stands_beside_it_stays_what_it_is() -> None:
     assert torch.equal(named["x"], torch.ones(3))
 
 
+def test_a_layer_that_does_nothing_arrives_and_no_other_does() -> None:
+    ((), named) = handed_over([(), {"act": torch.nn.Identity()}])
+    assert type(named["act"]) is torch.nn.Identity
+    with pytest.raises(TypeError, match="handed over"):
+        handed_over([torch.nn.Linear(2, 2)])
+
+
 class Mock(dict[str, Any]):
     """As the tool has it that found KernelBook's rows."""
 
