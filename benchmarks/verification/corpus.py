@@ -66,6 +66,8 @@ class CorpusOutcome(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     toolchain: str = ""
     stages: dict[str, float] = {}
+    details: dict[str, str] = {}
+    """Of the stages: what their time went into."""
     begun: float = 0.0
 
     @property
@@ -187,7 +189,7 @@ def _one(folder: Path, mark: str, verifier: Verifier) -> CorpusOutcome:
     try:
         path = folder / "problem.py"
         problem = load_file(path) if path.is_file() else None
-        verdict, state, stages, tools = _judged(candidate, problem, verifier)
+        verdict, state, stages, details, tools = _judged(candidate, problem, verifier)
     except (ProblemError, UnicodeError) as error:
         return CorpusOutcome(folder.name, "problem", message=str(error))
     except KbrlError as error:
@@ -197,13 +199,14 @@ def _one(folder: Path, mark: str, verifier: Verifier) -> CorpusOutcome:
     return CorpusOutcome(
         folder.name, state, candidate.backend, v.fault.value, v.rule, v.rules, v.message, v.hint,
         round(sum(stages.values()), 2), tools, {name: round(spent, 2) for name, spent in stages.items()},
+        details,
     )  # fmt: skip
 
 
 def _judged(
     candidate: Candidate, problem: Problem | None, verifier: Verifier
-) -> tuple[Verdict, State, dict[str, float], str]:
-    """The verdict, what an accepted one is called, seconds by stage, and the compilers."""
+) -> tuple[Verdict, State, dict[str, float], dict[str, str], str]:
+    """The verdict, what an accepted one is called, seconds by stage and what they went into, and the compilers."""
     state: State
     device = choose_device(candidate.backend, None)
     try:
@@ -214,14 +217,15 @@ def _judged(
     if problem is not None and is_here:
         result = verifier.verify(problem, candidate)
         verdict, state = (result.verdict, "accepted") if result.ok else _refused(result.verdict)
-        return verdict, state, result.seconds, result.toolchain
+        details = {stage.name: stage.detail for stage in result.stages if stage.detail}
+        return verdict, state, result.seconds, details, result.toolchain
     build = verifier.build(candidate, problem)
     stages = {"build": build.finished_at - build.started_at}
     if build.fault is Fault.OK:
         is_cut = build.hint.startswith("not all was compiled ahead")
         state = "missing" if _MISSING.search(build.hint) else "cut_short" if is_cut else "built"
-        return early(Fault.OK, build.hint), state, stages, build.toolchain
-    return *_refused(unbuilt(build)), stages, build.toolchain
+        return early(Fault.OK, build.hint), state, stages, {}, build.toolchain
+    return *_refused(unbuilt(build)), stages, {}, build.toolchain
 
 
 def _refused(verdict: Verdict) -> tuple[Verdict, State]:

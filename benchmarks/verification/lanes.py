@@ -15,8 +15,10 @@ import multiprocessing as mp
 import os
 import queue
 import random
+import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +48,7 @@ GROUP = 8
 PRACTISED = Habits(**{name: 0.4 * share for name, share in msgspec.structs.asdict(Habits()).items()})
 """Makes fewer slips than a beginner: in a run on a GPU seven of ten answers that compile are right."""
 _SEED, _PATIENCE_S, _END_S = 11, 180, 10
+_LAST_LINES = 12
 _ROUNDS = 20
 _END = "a lane has come to the end of a phase"
 _WARM = 3
@@ -192,7 +195,10 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked) -> list[list[R
     given: list[tuple[Callable[..., None], tuple[Any, ...]]]
     given = [(_lane, (folder, n, asked, warm, works, right, done, is_over)) for n in range(max(asked.lanes))]
     given += [(_timer, (folder, n, asked, warm, right, done)) for n in range(asked.timers)]
-    processes = [context.Process(target=what, args=args, daemon=True) for what, args in given]
+    processes = [
+        context.Process(target=_told, args=(done, what, args), name=f"{what.__name__[1:]} {args[1]}", daemon=True)
+        for what, args in given
+    ]
     for process in processes:
         process.start()
     for _ in processes:
@@ -243,14 +249,38 @@ def _taken(done: Any, processes: list[Any], end: float = math.inf) -> Any:
     """What a lane says next.
 
     :raises TimeoutError: nothing came until `end`.
+    :raises LaneError: one has ended by an error, which is told with its last lines, or by a signal; or all are silent.
     """
     patient_until = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < patient_until and not any(process.exitcode for process in processes):
+    while time.monotonic() < patient_until:
         if time.monotonic() > end:
             raise TimeoutError
+        is_over = next((process for process in processes if process.exitcode), None)
         with contextlib.suppress(queue.Empty):
-            return done.get(timeout=max(0.0, min(1.0, end - time.monotonic())))
-    raise RuntimeError("a lane has failed, or gives no verdict")
+            said = done.get(timeout=max(0.0, min(1.0, end - time.monotonic())))
+            if isinstance(said, LaneError):
+                raise said
+            return said
+        if is_over is not None:  # its last word would have come by now
+            raise LaneError(f"{is_over.name} ended with {is_over.exitcode}, and said nothing")
+    at_work = ", ".join(process.name for process in processes if process.is_alive())
+    raise LaneError(f"no verdict for {_PATIENCE_S} s; at work: {at_work or 'nobody'}")
+
+
+class LaneError(RuntimeError):
+    pass
+
+
+def _told(done: Any, what: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """In a process of its own: an error's last lines go to whoever reads the verdicts."""
+    try:
+        what(*args)
+    except Exception as error:
+        lines = "".join(traceback.format_exception(error)).splitlines()[-_LAST_LINES:]
+        done.put(LaneError("\n".join([f"{mp.current_process().name} has failed: {error}"[:500], *lines])))
+        done.close()
+        done.join_thread()
+        sys.exit(1)
 
 
 def _lane(

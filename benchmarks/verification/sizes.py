@@ -111,6 +111,7 @@ def _judged(report: BenchReport) -> Result:
     }  # fmt: skip
     if timed is not None:
         found |= {"speedup": [timed.speedup, timed.lo, timed.hi], "ms": timed.reference_ms, "stopped": timed.stopped}
+        found["method"] = timed.method  # two ways of timing are not compared
     return found
 
 

@@ -94,9 +94,9 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: Positive = 1800.0
     """engine=tinker: seconds that one request of an update may take, tries again included."""
     epochs: AtLeastOne = 2
-    """Passes over each batch."""
+    """Passes over each batch; a model that is not small: 1."""
     minibatches: AtLeastOne = 2
-    """Optimizer steps per pass."""
+    """Optimizer steps per pass; a model that is not small: 1."""
     warmup_steps: Count = 8
     """Optimizer steps over which the learning rate rises to its full value."""
     clip_low: Fraction = 0.2
@@ -108,7 +108,7 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     normalise: Literal["token_mean", "sequence_mean", "dr_grpo"] = "token_mean"
     """Mean over all tokens of a minibatch, over sequences, or over sequences by a constant length (max_tokens)."""
     scale_advantages: bool = True
-    """Divide a batch's advantages by their root mean square."""
+    """Divide a batch's advantages by their root mean square; a model that is not small: false."""
     truncated: Literal["negative", "mask", "penalise"] = "negative"
     """Answers cut at max_tokens: paid like others, not learned from, or up to 1 off from 4/5 of max_tokens on."""
     kl: Literal["none", "k1", "k2", "k3", "k1+", "k3+"] = "none"
@@ -122,7 +122,7 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     constants: list[str] = msgspec.field(default_factory=list)
     """Constants of the loss and the corrections, such as tis.cap=3 or icepop.low=0.4; their own stand beside each."""
     negative_scale: NonNegative = 0.3
-    """Factor on negative advantages; below 1 keeps a small policy's entropy up."""
+    """Factor on negative advantages; below 1 keeps a small policy's entropy up. A model that is not small: 1."""
     grad_clip: Positive = 1.0
     """Largest norm of the gradient."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -193,7 +193,7 @@ class Sft(msgspec.Struct, frozen=True, kw_only=True):
     examples: AtLeastOne = 24_000
     """Pairs of problem and answer that the corpus holds."""
     max_seconds: Positive = 1200.0
-    """Wall clock of the training, if the steps do not end it before."""
+    """Wall clock of the training: ends it before `steps`, and changes nothing else."""
     steps: AtLeastOne = 750
     """Optimizer steps: under two minutes on two idle cores."""
     hidden_size: AtLeastOne = 192

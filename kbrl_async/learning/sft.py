@@ -1,6 +1,7 @@
 """Supervised fine-tuning, prompt-masked: cross-entropy of the target tokens given the prompt.
 
-Makes the small starting policy (`sft.*`): as many passes over the examples as `steps` or `max_seconds` allow.
+Makes the small starting policy (`sft.*`): as many passes over the examples as `steps` or `max_seconds` allow. The
+learning rate goes by the steps alone: a busy host that makes all of them makes what an idle one makes.
 """
 
 # ruff: noqa: N806 - capital suffixes of names give tensor shapes
@@ -68,10 +69,11 @@ def train_sft(
     budget = 2 * settings.batch_tokens if workers == 1 else settings.batch_tokens // workers
     with ThreadPoolExecutor(workers) as pool:
         for batch in _batches(examples, settings.batch_tokens):
-            share = max(len(losses) / settings.steps, (clock() - started) / settings.max_seconds)
+            of_steps = len(losses) / settings.steps
+            share = max(of_steps, (clock() - started) / settings.max_seconds)
             if share >= 1.0:
                 break
-            rate = rate_at(len(losses), settings.lr, WARMUP_STEPS, "cosine", share, floor=0.02)
+            rate = rate_at(len(losses), settings.lr, WARMUP_STEPS, "cosine", of_steps, floor=0.02)
             microbatches = sorted(pack(batch, budget, tree_tokens), key=lambda m: -m.input_BL.numel())
             losses.append(_step(model, optimizer, microbatches, rate, bf16, pool))
             tokens += sum(len(example.token_ids) for example in batch)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from protocols.records import BenchReport, Fault
+from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
+from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
+from protocols.records import OBSERVED, BenchReport, Fault
 from tests.gpu.bench_candidates import ADD, GOOD, MATMUL, matmul, nvrtc
 
 pytestmark = pytest.mark.gpu
@@ -81,6 +83,25 @@ def test_a_library_call_behind_a_decoy_is_seen(judge: Judge, name: str) -> None:
     source, rule = DECOYS[name]
     verdict = judge(ADD, source, "cuda-nvrtc").verdict
     assert (verdict.fault, verdict.rule) == (Fault.CHEATING, rule), verdict
+
+
+COPIED = nvrtc("if (i < n) out[i] = x[i];").replace(
+    "        self.kernel[", "        x = x * 2 + y + self.shift\n        self.kernel["
+)
+
+
+@pytest.mark.parametrize(("source", "rule"), [(nvrtc(), ""), (COPIED, "decoy_kernel")], ids=["honest", "a copy"])
+def test_a_copy_of_the_librarys_result_is_seen_where_it_is_only_watched(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, source: str, rule: str
+) -> None:
+    """As for want of memory, though its forward can be captured."""
+
+    def refuses(*given: object, **named: object) -> None:
+        raise Unreplayable("its inputs take too much memory to be held twice more")
+
+    monkeypatch.setattr(Replays, "open", refuses)
+    verdict = judge(ADD, source, "cuda-nvrtc", timing=True).verdict
+    assert (verdict.rule, verdict.trust) == (rule, OBSERVED), verdict
 
 
 def test_changed_inputs_are_seen(judge: Judge) -> None:

@@ -39,7 +39,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     """An error of ours, by torch or the driver, or the fault of a reference's child."""
     if getattr(error, "kind", None) is Fault.OUT_OF_MEMORY or getattr(error, "code", None) == _OUT_OF_MEMORY:
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+    return isinstance(error, RuntimeError) and tells_of_memory(str(error))
+
+
+def tells_of_memory(text: str) -> bool:
+    return any(word in text for word in _WORDS)
 
 
 def held_by_it(told: int | None, came_free: int, has_neighbours: bool) -> int:

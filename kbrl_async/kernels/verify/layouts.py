@@ -1,6 +1,7 @@
 """Whether one tensor is another in other order: the same values, reshaped or with its dimensions exchanged.
 
-Its functions are bound at import: it is asked inside of children, too, after their candidate was loaded.
+Its functions are bound at import: it is asked inside of children, too, after their candidate was loaded. Large tensors
+are compared by parts, because what is asked beside a candidate is to fit where its own calls did.
 """
 
 from __future__ import annotations
@@ -10,14 +11,27 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from kbrl_async.kernels.verify.pieces import slices
+
 _SAME = 1e-4
 """Relative to the scale of the answer: a copy through an own kernel that adds a little noise is still a copy."""
 _MOST_DIMENSIONS = 5
 _MOST_BEGINS = 64
+_PART = 1 << 22
+"""Elements."""
 _equal, _aminmax = torch.equal, torch.aminmax
 
 
-def is_answer(item: torch.Tensor, wanted: torch.Tensor) -> bool:
+def is_moved(item: torch.Tensor, wanted: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a copy that the library made is the answer as it is: where nothing is to be done but to bring elements
+    into another order, that was all of it. Not where an input lies so already, nor where the copy does not.
+    """
+    if item.numel() < 2 or not item.is_contiguous() or not is_answer(item, wanted, in_any_order=False):
+        return False
+    return not any(is_answer(given, wanted, in_any_order=False) for given in inputs)
+
+
+def is_answer(item: torch.Tensor, wanted: torch.Tensor, in_any_order: bool = True) -> bool:
     """Whether `item` holds all that `wanted` does, so that whoever has it need only copy.
 
     A single number of floating point counts, as a loss is one; a single integer may be the same by chance, and so may
@@ -29,21 +43,38 @@ def is_answer(item: torch.Tensor, wanted: torch.Tensor) -> bool:
     if item.numel() == 1 and not (item.is_floating_point() and wanted.is_floating_point()):
         return False
     if not wanted.is_floating_point():
-        flat = wanted.flatten()
+        first = wanted[(0,) * wanted.dim()]
         is_alike = not item.is_floating_point() and (item.dtype == torch.bool) == (wanted.dtype == torch.bool)
-        is_chance = not is_alike or _equal(flat, flat[:1].expand_as(flat))
-        return not is_chance and any(_equal(one.to(wanted.dtype), flat) for one in _orders(item))
-    item = item.to(wanted.dtype) if item.is_floating_point() else item
+        is_chance = not is_alike or all(_equal(part, first.expand_as(part)) for part in slices(wanted, _PART))
+        return not is_chance and _is_same(item, wanted, lambda a, b: _equal(a.to(b.dtype), b), in_any_order)
     low, high = (float(end) for end in _aminmax(wanted))
     if low == high and wanted.numel() > 1:
         return False
     scale = max(abs(low), abs(high))
     near = _SAME * scale + 1e-30
-    first, last = (float(end) for end in _aminmax(item))
-    if not (abs(first - low) <= 2 * near and abs(last - high) <= 2 * near):
+    first_and_last = (end.to(wanted.dtype) if item.is_floating_point() else end for end in _aminmax(item))
+    least, most = (float(end) for end in first_and_last)
+    if not (abs(least - low) <= 2 * near and abs(most - high) <= 2 * near):
         return False
-    flat = wanted.flatten().double()
-    return any(bool(((one.double() - flat).abs() <= near + _SAME * flat.abs()).all()) for one in _orders(item))
+
+    def are_near(a: torch.Tensor, b: torch.Tensor) -> bool:
+        a, b = (a.to(b.dtype) if a.is_floating_point() else a).double(), b.double()
+        return bool(((a - b).abs() <= near + _SAME * b.abs()).all())
+
+    return _is_same(item, wanted, are_near, in_any_order)
+
+
+def _is_same(
+    item: torch.Tensor,
+    wanted: torch.Tensor,
+    are_same: Callable[[torch.Tensor, torch.Tensor], bool],
+    in_any_order: bool,
+) -> bool:
+    for one in _orders(item) if in_any_order else [item]:
+        parts = zip(slices(one, _PART), slices(wanted.reshape(one.shape), _PART), strict=True)
+        if all(are_same(*both) for both in parts):
+            return True
+    return False
 
 
 def runs_of(sizes: Sequence[int], total: int) -> list[slice]:
@@ -77,13 +108,13 @@ def _joined(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _orders(item: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Its values as one dimension, for each order of its own."""
+    """It with its dimensions in each order."""
     squeezed = item.squeeze()
     if not 1 < squeezed.dim() <= _MOST_DIMENSIONS:
         yield item.flatten()
         return
     for order in itertools.permutations(range(squeezed.dim())):
-        yield squeezed.permute(order).flatten()
+        yield squeezed.permute(order)
 
 
 def are_parts(results: list[torch.Tensor], size: int, is_answer: Callable[[torch.Tensor], bool]) -> bool:

@@ -17,6 +17,14 @@ MOVES = frozenset(
 """By base name, whatever the overload."""
 
 
+COPIES = frozenset(["clone", "copy_", "_to_copy", "contiguous"])
+"""Those that put what they are given into memory of its own, maybe in another order."""
+
+
 def computes(name: str) -> bool:
     """For `"aten::mm"`: whether the library does arithmetic there (sorting and joining count as such)."""
     return name.rpartition("::")[2] not in MOVES
+
+
+def copies(name: str) -> bool:
+    return name.rpartition("::")[2] in COPIES

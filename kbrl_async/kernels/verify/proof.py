@@ -78,6 +78,12 @@ def unseen_backward(reason: str) -> Finding:
     return Finding("no_own_kernel", text, reason, Fault.UNPROVEN)
 
 
+def unseen(reason: str) -> Finding:
+    """Neither that own kernels are needed nor that they are not."""
+    text = f"nothing shows that the candidate's own kernels are needed: {reason}"
+    return Finding("no_own_kernel", text, reason, Fault.UNPROVEN)
+
+
 _FAMILIES = {
     "matmul": ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot"),
     "linear": ("mm", "addmm", "linear"),

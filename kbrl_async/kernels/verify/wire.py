@@ -106,6 +106,8 @@ class Trace(msgspec.Struct, frozen=True):
     """With own kernels off: the ATen operator whose result already was the answer."""
     tampered: str = ""
     """A function of the runner, of torch or of a clock that the candidate replaced."""
+    unseen: str = ""
+    """An ATen operator in a CUDA graph of the candidate's own, whose result was compared with nothing."""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -184,6 +186,8 @@ class Export(msgspec.Struct, frozen=True, tag="export"):
     """
 
     size: int
+    keeps_freed: bool = False
+    """Memory that torch has freed stays with the process, which will ask for as much again."""
 
 
 class Mute(msgspec.Struct, frozen=True, tag="mute"):

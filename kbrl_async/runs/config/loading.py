@@ -29,10 +29,10 @@ from kbrl_async.errors import ConfigError
 from kbrl_async.runs.config.checks import check
 from kbrl_async.runs.config.keys import KEYS, SECTIONS, Key, flat
 from kbrl_async.runs.config.names import ALIASES, RENAMED, TRANSLATED, instead_of, is_foreign, nearest
-from kbrl_async.runs.config.presets import preset_settings
+from kbrl_async.runs.config.presets import REAL_MODEL, preset_settings
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.config.sources import PREFIX, Setting, from_env, from_file, from_overrides
-from kbrl_async.runs.config.starting import at_policy, how_asked, inherited, taught
+from kbrl_async.runs.config.starting import at_policy, how_asked, inherited, is_small, taught
 
 CONFIG_FILE = "config.yaml"
 """The resolved configuration in a run folder."""
@@ -85,7 +85,7 @@ def gather(
     _refuse_absent(settings)
     settings = [at_policy(_current(setting)) for setting in settings]
     settings = [_located(setting, settings) for setting in settings]
-    return [*_asked_like(settings), *preset_settings(settings), *_resumed(settings), *settings]
+    return [*_real(settings), *_asked_like(settings), *preset_settings(settings), *_resumed(settings), *settings]
 
 
 def _is_null(value: Any) -> bool:
@@ -120,6 +120,13 @@ def _current(setting: Setting) -> Setting:
 @functools.cache  # a process reads its run's configuration more than once
 def warn_once(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
+
+
+def _real(settings: Sequence[Setting]) -> list[Setting]:
+    """What a model that was not made here has instead of the learner's defaults."""
+    if is_small(settings):
+        return []
+    return [Setting(key, value, "a model that is not small") for key, value in REAL_MODEL.items()]
 
 
 def _asked_like(settings: Sequence[Setting]) -> list[Setting]:

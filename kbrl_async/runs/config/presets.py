@@ -1,8 +1,9 @@
 """Named algorithms as settings that lie below all others. To add one: one entry here and its name in the schema.
 
-Only what makes the algorithm is set: sizes, rates and rewards stay those of the run. Sources: GRPO (Shao et al. 2024),
-Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025), RLOO (Ahmadian et al. 2024), GSPO (Zheng et al. 2025), CISPO
-(MiniMax-M1), decoupled PPO (Hilton et al. 2022; AReaL), A-3PO, truncated importance sampling (IMPALA).
+Only what makes the algorithm is set: sizes, rates and rewards stay those of the run. Below even these lie those that a
+model of its own has instead of the defaults, which suit a policy of a few million parameters. Sources: GRPO (Shao et
+al. 2024), Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025), RLOO (Ahmadian et al. 2024), GSPO (Zheng et al. 2025),
+CISPO (MiniMax-M1), decoupled PPO (Hilton et al. 2022; AReaL), A-3PO, truncated importance sampling (IMPALA).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 from kbrl_async.runs.config.sources import Setting
 
 _PLAIN: dict[str, Any] = {"learner.negative_scale": 1.0, "learner.scale_advantages": False}
+REAL_MODEL: dict[str, Any] = {**_PLAIN, "learner.epochs": 1, "learner.minibatches": 1}
+"""A model that was not made here learns from all advantages as they are, once."""
 _CORRECT: dict[str, Any] = {"reward.preset": "best_of_n"}
 """What is imitated has to be correct."""
 _CLIPPED: dict[str, Any] = {**_PLAIN, "learner.clip_low": 0.2, "learner.clip_high": 0.2}
@@ -37,6 +40,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "decoupled": {**_CLIPPED, "loss": "decoupled", "advantage": "leave_one_out", "learner.normalise": "token_mean"},
     "a3po": {**_CLIPPED, "loss": "a3po", "advantage": "leave_one_out", "learner.normalise": "token_mean"},
     "kevin": {
+        **_PLAIN,
         "mode": "multi_turn",
         "gamma": 0.4,
         "turns.returns": "sum",

@@ -6,6 +6,7 @@ from a folder of the small policy, as it was made or exported.
     model_name=runs/default ─at_policy─▶ …/runs/default/policies/policy-v14, which is what the new run stores
                              inherited ─▶ …/runs/default/config.yaml ─how_asked─▶ prompt, backend, max_tokens below all
     model_name=./my-model ─ taught ─▶ ./my-model/sft.json: its prompt and backend, below all
+    model_name=owner/name ─ is_small ─▶ no: the learner's settings of a real model (`presets.REAL_MODEL`), below all
 
 Only names and small files are looked at; `origins` loads what is named.
 """
@@ -21,7 +22,7 @@ import msgspec
 from kbrl_async.durable import numbered
 from kbrl_async.errors import CheckpointError
 from kbrl_async.runs.config.schema import Config
-from kbrl_async.runs.config.sources import Setting
+from kbrl_async.runs.config.sources import Setting, from_file
 from kbrl_async.weights import MADE, POLICY_PREFIX
 
 RUN_FILE = "config.yaml"
@@ -52,6 +53,16 @@ def inherited(settings: Sequence[Setting]) -> Path | None:
     policy = Path(named[-1]) if named else Path()
     stored = policy.parent.parent / RUN_FILE
     return stored if policy.parent.name == POLICIES and stored.is_file() else None
+
+
+def is_small(settings: Sequence[Setting]) -> bool:
+    """Whether the policy among `settings` is one of the project's own, or was trained from one."""
+    named = [str(setting.value) for setting in settings if setting.key == "model_name"]
+    if not named or named[-1] == Config().model_name:
+        return True
+    if (stored := inherited(settings)) is not None:
+        return is_small(from_file(stored))
+    return (Path(named[-1]).expanduser() / MADE).is_file()
 
 
 def taught(settings: Sequence[Setting]) -> list[Setting]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from kbrl_async.kernels.verify.cpu import stopwatch
 from kbrl_async.lab.optimize import deadline, proving
 from kbrl_async.rollouts.prompts import feedback
 from kbrl_async.rollouts.rewards import advantages, parts, presets
-from kbrl_async.rollouts.settings import BestOfN, Turns
+from kbrl_async.rollouts.settings import BestOfN, Reward, Turns
 from kbrl_async.runs.config import load
 from protocols import affinity
 from protocols.records import BenchReport, Fault, Verdict
@@ -96,6 +97,29 @@ def test_a_turns_return_is_the_formula_of_the_page(scores: list[float]) -> None:
     assert Turns().returns == "sum"
     assert advantages.turn_returns(scores, gamma, "sum") == pytest.approx([sum(ones) for ones in terms])
     assert advantages.turn_returns(scores, gamma, "max") == pytest.approx([max(ones) for ones in terms])
+
+
+def worth(reward: Reward) -> str:
+    """What a correct kernel at .97 of the reference's speed earns, as a share of what one at 8 times it does."""
+    (preset,) = presets.find_presets(reward)
+    timed = [record(bench=BenchReport(Verdict(Fault.OK, 10, 10), timing(lo, half=0.0))) for lo in (0.97, 8.0)]
+    slow, fast = (presets.reward_of(one, preset) for one in timed)
+    return f"{slow / fast:.2f}".removeprefix("0")
+
+
+def test_what_speed_is_worth_beside_being_right_is_as_the_page_says() -> None:
+    plain, default = Reward(preset="stage3"), Reward(preset="stage3", speed_weight=0.7)
+    hierarchical, funnel, fork, kevin = (
+        worth(Reward(preset=name)) for name in ("hierarchical", "funnel", "fork", "kevin")
+    )
+    said = (
+        f"earns {worth(plain)} of what one at 8× earns with `stage3`, {worth(default)} with the default run's "
+        f"`reward.speed_weight=0.7`, {worth(msgspec.structs.replace(default, above_1_weight=0.7))} with "
+        f"`reward.above_1_weight=0.7` beside that; {hierarchical} with `hierarchical` and `funnel`, {fork} with "
+        f"`fork`, {kevin} with `kevin`."
+    )
+    assert funnel == hierarchical
+    assert said in " ".join((ROOT / "docs" / "howto-reward.md").read_text(encoding="utf-8").split())
 
 
 def test_speed_is_paid_below_1_and_only_to_what_is_right() -> None:

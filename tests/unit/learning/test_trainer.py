@@ -181,6 +181,19 @@ def test_supervised_training_stops_at_its_time_limit(model: torch.nn.Module) -> 
     assert shares == sorted(shares)
 
 
+def test_a_slow_clock_that_cuts_nothing_changes_nothing(model: torch.nn.Module) -> None:
+    examples, settings = (
+        [([1, 2, 3], [10, 11, 12]), ([4, 5], [20, 21])],
+        Sft(steps=30, max_seconds=100.0, batch_tokens=8),
+    )
+    other = copy.deepcopy(model)
+    busy_at_first = iter([0.0, *(60.0 + i for i in range(1000))])
+    train_sft(model, examples, settings, clock=lambda: 0.0)
+    assert train_sft(other, examples, settings, clock=lambda: next(busy_at_first)).steps == 30
+    for idle, busy in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(idle, busy, rtol=0, atol=0)
+
+
 def test_a_missing_model_folder_says_what_to_give() -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_model("./no/such/model")

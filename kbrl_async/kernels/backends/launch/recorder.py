@@ -28,6 +28,8 @@ class LaunchCounter:
         self.launches: dict[str, tuple[int, int]] = {}
         self.ops: dict[str, tuple[int, int]] = {}
         """The library's operators, by whoever sees them."""
+        self.unseen = ""
+        """An operator of the library's in a CUDA graph of the candidate's own: of its result nobody hears."""
         self.place: Callable[[], int] | None = None
         """While a CUDA graph is captured: how many nodes it has by now."""
         self.spans: list[tuple[int, int]] = []

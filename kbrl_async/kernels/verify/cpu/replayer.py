@@ -23,7 +23,7 @@ from kbrl_async.kernels.verify.cpu import program
 from kbrl_async.kernels.verify.cpu.compiled import Compiler
 from kbrl_async.kernels.verify.cpu.program import Call, CpuProgram, Step
 from kbrl_async.kernels.verify.cpu.runner import Runner, failure, mute
-from kbrl_async.kernels.verify.operators import computes
+from kbrl_async.kernels.verify.operators import computes, copies
 
 _now = time.thread_time_ns
 warnings.filterwarnings("ignore", "The given buffer is not writable")
@@ -75,9 +75,9 @@ class Replayer(Runner):
             book = launches if isinstance(step, Call) else ops
             count, before = book.get(name, (0, 0))
             book[name] = (count + 1, before + spent)
-            if muted and computes(name):
+            if muted and (computes(name) or copies(name)):
                 for item in made if isinstance(made, (list, tuple)) else [made]:
-                    if isinstance(item, torch.Tensor):
+                    if isinstance(item, torch.Tensor) and (computes(name) or item.is_contiguous()):
                         kept[f"{len(kept):06} {name}"] = item.clone()
 
         result = self._compiler.watched(note, _now, muted=muted)(*self.slots[slot])

@@ -170,7 +170,9 @@ class Runner:
         self.channel.send(wire.encode(wire.Done(nonce, tree, self._places(tensors), found)))
 
     def _traced(self, slot: int, muted: bool) -> tuple[Any, wire.Trace]:
-        """One recorded run; after a muted one an ordinary run on the same inputs, to know what the answer was."""
+        """One recorded run; after a muted one an ordinary run on the same inputs, to know what the answer was. What
+        fails without own kernels has told all the same of what the library had made by then.
+        """
         given = self.slots[slot]
         if not muted:
             return trace.recorded(lambda: self.model(*given))
@@ -181,14 +183,21 @@ class Runner:
         values.flatten(self.held[1], shapes)
         saved = [tensor.clone() for tensor in inputs]
         watch = trace.OperatorWatch({tensor.numel() for tensor in shapes}, saved)
-        result, found = trace.recorded(lambda: self.model(*given), watch, muted=True)
+        failed: Exception | None = None
+        try:
+            result, found = trace.recorded(lambda: self.model(*given), watch, muted=True)
+        except Exception as error:
+            result, found, failed = None, wire.Trace(ops=watch.ops), error
         outputs: list[torch.Tensor] = []
         tree = values.flatten(result, outputs)
         result = values.restore(tree, [tensor.clone() for tensor in outputs])  # an output may be an input
         for tensor, before in zip(inputs, saved, strict=True):
             tensor.copy_(before)
         values.flatten(self.model(*given), answer)
-        return result, trace.answered(found, watch, answer)
+        found = trace.answered(found, watch, answer)
+        if failed is not None and not found.answered:
+            raise failed
+        return result, found
 
     def _recorded(self, slot: int, nonce: int) -> wire.Taped:
         inputs: list[torch.Tensor] = []

@@ -23,13 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kbrl_async.kernels.backends.c import launch as c
 from kbrl_async.kernels.backends.launch.recorder import RECORDER, LaunchCounter
-from kbrl_async.kernels.verify.layouts import is_answer
-from kbrl_async.kernels.verify.operators import computes
+from kbrl_async.kernels.verify.layouts import is_answer, is_moved
+from kbrl_async.kernels.verify.operators import computes, copies
 from kbrl_async.kernels.verify.wire import Trace
 
 _now = time.thread_time_ns
 _is_tensor = torch.is_tensor
-_KEPT = 8
+_is_captured = torch.cuda.is_current_stream_capturing
+_KEPT, _MOVED = 8, 2
 BEFORE = "what was there before an own kernel ran"
 _LIBRARY = ("aten::", "prim::", "prims::")
 """Namespaces of the library's operators; any other was registered by the candidate's extension."""
@@ -67,13 +68,18 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
         self.ops: dict[str, tuple[int, int]] = {}
         self.inside: dict[str, tuple[int, int]] = {}
         self.kept: list[tuple[str, torch.Tensor]] = []
+        self.moved: list[tuple[str, torch.Tensor]] = []
+        """The last copies that the library made."""
         self._sizes = sizes
+        self._is_looking = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch wraps the method below, and its first call imports the whole compiler
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_looking:
+            return function(*args, **(kwargs or {}))
         name = function.name().partition(".")[0]
         is_own = not name.startswith(_LIBRARY)
         if is_own and RECORDER.is_muted:
@@ -84,26 +90,68 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
         book = RECORDER.launches if is_own else self.inside if RECORDER.depth else self.ops
         count, before = book.get(name, (0, 0))
         book[name] = (count + 1, before + spent)
-        if self._sizes and computes(name):
-            self._keep(name, result)
+        if self._sizes and (computes(name) or copies(name)):
+            self._look(name, result)
         return result
 
     def given(self, kernel: Any, args: tuple[Any, ...], values: list[Any]) -> None:
         """What an own kernel is called with while it is off: whoever made it, numpy or a foreign library, no operator
         was seen.
         """
-        self._keep(BEFORE, [item for item in args if _is_tensor(item) and item.data_ptr() not in self._places])
+        self._look(BEFORE, [item for item in args if _is_tensor(item) and item.data_ptr() not in self._places])
 
     def is_input(self, item: torch.Tensor) -> bool:
         """Whether it is one of the inputs, or a copy of one."""
         return any(is_answer(item, given) for given in self._inputs)
 
-    def _keep(self, name: str, result: Any) -> None:
-        for item in result if isinstance(result, (list, tuple)) else [result]:
-            if _is_tensor(item) and item.numel() in self._sizes:
-                if len(self.kept) == _KEPT:
-                    del self.kept[_KEPT // 2]  # the first and the last ones stay
-                self.kept.append((name, item.clone()))
+    def _look(self, name: str, result: Any) -> None:
+        """By operators that are nobody's."""
+        items = result if isinstance(result, (list, tuple)) else [result]
+        self._is_looking = True
+        try:
+            self._keep(name, [item for item in items if _is_tensor(item) and item.numel() in self._sizes])
+        finally:
+            self._is_looking = False
+
+    def _keep(self, name: str, items: list[torch.Tensor]) -> None:
+        kept, most = (self.moved, _MOVED) if copies(name) else (self.kept, _KEPT)
+        for item in items:
+            if len(kept) == most:
+                del kept[most // 2]  # the first and the last ones stay
+            kept.append((name, item.clone()))
+
+    def tells(self, name: str, item: torch.Tensor, answer: Sequence[torch.Tensor]) -> bool:
+        """Whether this result already was one of the answer's tensors; an input never tells."""
+        if name == BEFORE and self.is_input(item):
+            return False
+        if copies(name):
+            return len(answer) == 1 and is_moved(item, answer[0], self._inputs)
+        return any(is_answer(item, wanted) for wanted in answer)
+
+
+class AnswerWatch(OperatorWatch):  # type: ignore[no-untyped-call] # as above
+    """Knows the answer, and compares each result with it as it comes: that takes no memory for any of them."""
+
+    def __init__(
+        self, answer: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], only_inside: bool = False
+    ) -> None:
+        """`only_inside`: of what own kernels call."""
+        super().__init__({tensor.numel() for tensor in answer}, inputs)
+        self._answer, self._only_inside = answer, only_inside
+        self.answered = ""
+
+    def _keep(self, name: str, items: list[torch.Tensor]) -> None:
+        if self._only_inside and not (RECORDER.depth and computes(name)):
+            return
+        if any(item.is_cuda for item in items) and _is_captured():  # there are no values yet
+            super()._keep(name, items)
+        elif not self.answered and any(self.tells(name, item, self._answer) for item in items):
+            self.answered = name
+
+    def found(self, trace: Trace) -> Trace:
+        """After the run."""
+        known = msgspec.structs.replace(trace, answered=self.answered)
+        return known if self.answered else answered(known, self, self._answer)
 
 
 def recorded(run: Callable[[], Any], watch: OperatorWatch | None = None, muted: bool = False) -> tuple[Any, Trace]:
@@ -112,7 +160,7 @@ def recorded(run: Callable[[], Any], watch: OperatorWatch | None = None, muted: 
     launches: dict[str, tuple[int, int]] = {}
     watch = watch or OperatorWatch(set())
     RECORDER.launches, RECORDER.is_on, RECORDER.is_muted, RECORDER.depth = launches, True, muted, 0
-    RECORDER.ops = watch.ops
+    RECORDER.ops, RECORDER.unseen = watch.ops, ""
     RECORDER.tape = watch.given if muted else None
     try:
         with watch:
@@ -120,13 +168,12 @@ def recorded(run: Callable[[], Any], watch: OperatorWatch | None = None, muted: 
     finally:
         RECORDER.is_on = RECORDER.is_muted = False
         RECORDER.tape = None
-    return result, Trace(launches, watch.ops, watch.inside, "", tampered or _tampered())
+    return result, Trace(launches, watch.ops, watch.inside, "", tampered or _tampered(), RECORDER.unseen)
 
 
-def answered(trace: Trace, watch: OperatorWatch, answer: list[torch.Tensor]) -> Trace:
-    """The trace, with the first operator whose result already was one of the answer's tensors; an input never tells."""
-    kept = [(name, item) for name, item in watch.kept if name != BEFORE or not watch.is_input(item)]
-    name = next((name for name, item in kept for wanted in answer if is_answer(item, wanted)), "")
+def answered(trace: Trace, watch: OperatorWatch, answer: Sequence[torch.Tensor]) -> Trace:
+    """The trace, with the first operator whose result already was one of the answer's tensors."""
+    name = next((name for name, item in (*watch.kept, *watch.moved) if watch.tells(name, item, answer)), "")
     return msgspec.structs.replace(trace, answered=name)
 
 

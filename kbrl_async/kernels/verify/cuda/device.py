@@ -8,7 +8,7 @@ import os
 import random
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +19,14 @@ from kbrl_async.errors import InfraError, MissingTool
 from kbrl_async.kernels.backends import preloads
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.stages import span
-from kbrl_async.kernels.verify import fused
+from kbrl_async.kernels.verify import fused, proof
 from kbrl_async.kernels.verify.cuda.health import GpuHealth
 from kbrl_async.kernels.verify.cuda.passes import Passes
 from kbrl_async.kernels.verify.cuda.prewarmed import LIFE_S, PrewarmedChildren
 from kbrl_async.kernels.verify.cuda.reference import CudaReference, DoesNotFit, make_room, room_kept
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
 from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory, Unreplayable
+from kbrl_async.kernels.verify.cuda.session import CudaSession
 from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.hoarding import WAITED, Crowded, NoMemory
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
@@ -73,7 +74,7 @@ class CudaDevice(Device):
     tools = "gpu-tool"
 
     def __init__(self, name: str) -> None:
-        super().__init__(name)
+        super().__init__(f"cuda:{torch.device(name).index or 0}")  # torch takes no other name in most places
         self._health: GpuHealth | None = None
         self.spares: PrewarmedChildren | None = None
         self.homes: PrewarmedChildren | None = None
@@ -100,6 +101,7 @@ class CudaDevice(Device):
         memory, scratch = max(limits.memory_bytes, _HOST_BYTES), max(limits.scratch_bytes, _SCRATCH_BYTES)
         return msgspec.structs.replace(
             options,
+            device=self.name,
             deadline_s=max(options.deadline_s, _CANDIDATE_S),
             call_floor_s=max(options.call_floor_s, _CALL_S),
             first_call_s=max(options.first_call_s, _FIRST_S),
@@ -108,9 +110,8 @@ class CudaDevice(Device):
 
     def open(self, memory_share: float) -> None:
         where = torch.device(self.name)
-        if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
+        if not torch.cuda.is_available() or where.index >= torch.cuda.device_count():
             raise MissingTool(f"there is no GPU {self.name} on this host", "Choose `device=cpu`, or see `nvidia-smi`")
-        where = torch.device("cuda", where.index or 0)
         torch.cuda.set_per_process_memory_fraction(memory_share, where)  # a plan that fails is ours, not a neighbour's
         self._health, self._memory_share = GpuHealth(where), memory_share
         if memory_share <= _DIVIDED:
@@ -324,7 +325,34 @@ class CudaDevice(Device):
     def prove(
         self, checker: Checker, candidate: Candidate, options: BenchOptions, rng: random.Random, tick: Tick
     ) -> None:
-        self.stopwatch(checker, checker.reference.session, options, rng, tick).prove(candidate)
+        with self._unproven_without_memory(checker):
+            self.stopwatch(checker, checker.reference.session, options, rng, tick).prove(candidate)
+
+    def prove_last(self, checker: Checker) -> None:
+        """Of who is watched."""
+        from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels
+        from kbrl_async.kernels.verify.cuda.sides import Sides
+
+        if checker.fault is not None or not (checker.is_untrusted and checker.options.is_proven):
+            return
+        if not isinstance(checker.session, CudaSession):
+            return
+        sides = Sides(checker, checker.reference.session, random.SystemRandom())
+        with self._unproven_without_memory(checker):
+            try:
+                checker.refuse(CapturedKernels(checker, sides).of_watched())
+            except CandidateFault as fault:
+                checker.accuse(fault)
+
+    @contextlib.contextmanager
+    def _unproven_without_memory(self, checker: Checker) -> Iterator[None]:
+        """Where there is none for a proof nothing is proven, once others have given way."""
+        try:
+            yield
+        except NoMemory as short:
+            if not self._has_given_way:
+                raise
+            checker.refuse(proof.unseen(short.cause))
 
     def ended(self, fault: CandidateFault, pid: int, zygote: Zygote) -> None:
         self.health.check(pid)

@@ -22,6 +22,7 @@ from kbrl_async.kernels.backends.launch.recorder import RECORDER
 from kbrl_async.kernels.cuda_driver import CHILD, KERNEL, CudaError, Driver, driver
 from kbrl_async.kernels.verify.cpu.trace import OperatorWatch
 from kbrl_async.kernels.verify.cuda.record.graph import Graphs
+from kbrl_async.kernels.verify.operators import computes
 
 PLAIN: Any = torch.cuda.CUDAGraph
 """Torch's own, for graphs of ours."""
@@ -122,6 +123,7 @@ class CountedGraphs:
             for name, (count, spent) in found.items():
                 before = book.get(name, (0, 0))
                 book[name] = (before[0] + count, before[1] + spent)
+        RECORDER.unseen = next((name for name in ops if computes(name)), RECORDER.unseen)
         if not RECORDER.is_muted or not own:
             return False
         _launch_without(own, driver(), graph.raw_cuda_graph())

@@ -12,14 +12,17 @@ from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.cpu.trace import BEFORE
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
+from kbrl_async.kernels.verify.cuda.session import CudaSession
 from kbrl_async.kernels.verify.cuda.sides import Sides
+from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.input_set import tensors_of
-from kbrl_async.kernels.verify.layouts import is_answer
+from kbrl_async.kernels.verify.layouts import is_answer, is_moved
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault
 from protocols.records import Candidate, Fault
 
 _LOOKS = 6
 """At most, at the share of own kernels, before too small a one is held against a candidate."""
+_WRONG_LATER = "a later call gives wrong results; those that were checked were right"
 _PROVEN = 4
 """Slots over which own kernels are left out: where half of what is timed is the library's, 15 times of 16 it shows."""
 
@@ -92,26 +95,72 @@ class CapturedKernels:
         return [output.unsqueeze(0) for output in self._expected_of(slot)]
 
     def _launches(self) -> proof.Finding | None:
-        """As on a CPU, where a forward can't be captured: what the launchers counted, and a call without launches."""
+        """As on a CPU, where a forward can't be captured: what the launchers counted."""
         self._sides.fill([0])
-        limit, candidate = self._sides.limit_s, self._sides.candidate
-        trace = candidate.call(wire.OP_TRACE, 0, limit).trace
+        trace = self._sides.candidate.call(wire.OP_TRACE, 0, self._sides.limit_s).trace
         assert trace is not None, "a call that is to be told of is, or is refused"
         found = proof.of_recorded(trace, has_times=False)
-        if found is not None:
-            return found
-        self._checker.evidence = proof.evidence(trace)
-        self._sides.fill([0])
-        expected = self._expected_of(0)
+        if found is None:
+            self._checker.evidence = proof.evidence(trace)
+        return found
+
+    def of_watched(self) -> proof.Finding | None:
+        """Of who is not replayed: a call whose launches are skipped, as the last, because one that needs what own
+        kernels make may end its process. Nobody else sees what the library's operators had made by then.
+
+        :raises NoMemory: such a call takes more than the others did, or others took what was there.
+        """
+        candidate = self._sides.candidate
+        assert isinstance(candidate, CudaSession)
+        answer, expected, inside = self._known_answer(candidate)
         try:
-            muted = candidate.call(wire.OP_MUTED, 0, 2 * limit)
+            muted = candidate.told(wire.OP_MUTED, answer, 2 * self._sides.limit_s)
+            trace = without_chance(muted.trace) if self._sides.nominal.degenerate else muted.trace
+            assert trace is not None, "a call that is to be told of is, or is refused"
+            if trace.answered:
+                return proof.passed_on(trace.answered)
             is_right = self._sides.differ(self._checker.outputs(muted), expected).wrong == 0
-            is_right = is_right and not self._sides.nominal.degenerate  # poison may be right there, too
         except CandidateFault as fault:
             if fault.rule == FORGED:
                 raise
+            if fault.kind is Fault.OUT_OF_MEMORY:
+                raise NoMemory(f"a call without its own kernels found no memory: {fault.text}") from fault
             return None  # it needs its kernels, which is all that is asked here
-        return proof.of_muted(without_chance(muted.trace) if self._sides.nominal.degenerate else muted.trace, is_right)
+        if not is_right and inside:
+            return proof.unseen(f"{inside}, called by an own kernel, gives the answer")
+        if not is_right and trace.unseen:
+            return proof.unseen(f"{trace.unseen} runs in a CUDA graph of its own, where nobody sees its result")
+        if not is_right or self._sides.nominal.degenerate:  # poison may be right there, too
+            return None
+        return proof.of_muted(trace, True) if trace.launches else proof.unseen("its launches were not seen")
+
+    def _known_answer(self, candidate: CudaSession) -> tuple[list[torch.Tensor], list[torch.Tensor], str]:
+        """What the candidate makes of fresh inputs, and what is expected of it, which lies in the reference's arena;
+        and which operator that an own kernel calls has that as its result: skipped with it, it may have done all or the
+        last of the work. Then it gets these inputs again, after a call over others: what it has in memory is of those.
+        """
+        sides, reference = self._sides, self._sides.reference
+        if not self._checker.reference.keeps_sets:
+            candidate.call(wire.OP_FREE, 0, sides.limit_s)  # of its graphs and earlier answers
+        sides.fill([0])
+        inputs = [self._aside(place) for place in candidate.slots[0]]
+        expected = [reference.look(meta) for meta in reference.call(wire.OP_RUN, 0, sides.limit_s).tensors]
+        got = self._checker.outputs(candidate.call(wire.OP_RUN, 0, sides.limit_s))
+        if sides.differ(got, expected).wrong:
+            raise CandidateFault(Fault.INCORRECT, _WRONG_LATER, "wrong_when_timed")
+        answer = [self._aside(tensor) for tensor in got]
+        del got
+        traced = candidate.told(wire.OP_TRACE, answer, 2 * sides.limit_s).trace
+        assert traced is not None, "a call that is to be told of is, or is refused"
+        sides.fill([0])
+        candidate.call(wire.OP_RUN, 0, sides.limit_s)
+        for place, block in zip(candidate.slots[0], inputs, strict=True):
+            place.copy_(block)
+        return answer, expected, traced.answered
+
+    def _aside(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy; of a large problem's on the host."""
+        return tensor.clone() if self._checker.reference.keeps_sets else tensor.to("cpu", copy=True)
 
     def _expected_of(self, slot: int) -> list[torch.Tensor]:
         outcome = self._sides.reference.call(wire.OP_RUN, slot, self._sides.limit_s)
@@ -141,7 +190,11 @@ class CapturedKernels:
         sides = self._sides
         if sides.differ(sides.candidate.outputs(slot, slot + 1), expected).wrong == 0 and not sides.nominal.degenerate:
             return True, ""
-        return False, sides.candidate.answered(lambda one: self._is_one(one, expected), slot)
+
+        def is_all_moved(one: torch.Tensor) -> bool:
+            return len(expected) == 1 and is_moved(one, expected[0], sides.reference.slots[slot])
+
+        return False, sides.candidate.answered(lambda one: self._is_one(one, expected), slot, is_all_moved)
 
     def _is_one(self, got: torch.Tensor, expected: list[torch.Tensor]) -> bool:
         """Whether a tensor holds all values of an output, in whatever order and shape."""

@@ -8,10 +8,12 @@ import random
 import msgspec
 import torch
 
+from kbrl_async.errors import InfraError
 from kbrl_async.kernels.verify import compare, wire
 from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.cuda.reference import CudaReference, ReferencePlan
 from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedSide
+from kbrl_async.kernels.verify.hoarding import NoMemory, tells_of_memory
 from kbrl_async.kernels.verify.input_set import place
 from kbrl_async.kernels.verify.report import clean
 from kbrl_async.kernels.verify.session import CandidateFault, Session
@@ -72,7 +74,27 @@ class Sides:
             self._rng.shuffle(places)
             self._pool.mix(places, self._rng)
 
+    def keep_freed(self, is_kept: bool) -> None:
+        """See `CudaSession.keeps_freed`."""
+        if isinstance(self.reference, CudaSession):
+            self.reference.keeps_freed = is_kept
+
     def capture(self) -> wire.Captured:
+        """Where a graph found no memory, once more without what both processes keep of calls before.
+
+        :raises InfraError: what is replayed has no equal, as its reference was captured before and now is not.
+        """
+        captured = self._capture()
+        if tells_of_memory(self.refused):
+            for session in (self.reference, self.candidate):
+                session.call(wire.OP_FREE, 0, self.limit_s)
+            captured = self._capture()
+        if self.refused and self.candidate.is_trusted:
+            kind = NoMemory if tells_of_memory(self.refused) else InfraError
+            raise kind(f"a reference that was timed as a graph can't be captured again ({self.refused})")
+        return captured
+
+    def _capture(self) -> wire.Captured:
         count, limit = self.batch, CAPTURE_S + self.limit_s
         reference = self.reference.capture(count, max(limit, 60.0))
         captured = self.candidate.capture(count, limit)

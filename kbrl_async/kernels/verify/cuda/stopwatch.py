@@ -43,6 +43,7 @@ from kbrl_async.kernels.verify.cuda.claims import Claims
 from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels
 from kbrl_async.kernels.verify.cuda.session import TimedCall, TimedSide
 from kbrl_async.kernels.verify.cuda.sides import CAPTURE_S, Sides
+from kbrl_async.kernels.verify.hoarding import NoMemory, tells_of_memory
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.report import timing_of
 from kbrl_async.kernels.verify.session import CandidateFault, Session
@@ -97,6 +98,7 @@ class CudaStopwatch:
         self._steady = Steady(None if nvml is None else nvml.max_sm_mhz())
 
     def close(self) -> None:
+        self._sides.keep_freed(False)
         while self._ballast:
             self._ballast.pop().close()
 
@@ -146,6 +148,7 @@ class CudaStopwatch:
         """Both know the cost of two events with nothing in between; the smaller one is taken from both."""
         sides, candidate, limit = self._sides, self._sides.candidate, self._sides.limit_s
         both = (sides.reference, candidate)
+        sides.keep_freed(bool(sides.refused))
         sides.fill(list(range(sides.plan.slots if sides.refused else sides.batch)))
         if sides.refused:
             empties = [s.event(0, limit).empty_ns for s in both]
@@ -202,6 +205,8 @@ class CudaStopwatch:
         if self._sides.refused:
             return
         captured = self._moved.capture(self._sides.batch, CAPTURE_S + self._sides.limit_s)
+        if tells_of_memory(captured.refused):
+            raise NoMemory(f"no memory for another graph of forward ({captured.refused})"[:300])
         if self._moved is self._sides.candidate and (captured.refused or captured.kernels != self._kernels):
             self._checker.evidence = captured.refused or f"{sorted(self._kernels)}, then {sorted(captured.kernels)}"
             raise CandidateFault(Fault.CHEATING, _ELSEWHERE, "phase")

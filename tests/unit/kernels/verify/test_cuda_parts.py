@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from kbrl_async.kernels.cuda_driver import CudaError, Driver
+from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.verify import bench_options
 from kbrl_async.kernels.verify.compare import difference
 from kbrl_async.kernels.verify.cpu.trace import BEFORE
 from kbrl_async.kernels.verify.cuda import arena, capture, device
@@ -126,6 +128,13 @@ def test_a_bench_takes_no_more_of_its_gpu_than_its_share(monkeypatch: pytest.Mon
     monkeypatch.setattr("kbrl_async.kernels.verify.fused.use", lambda where, way: None)
     device.CudaDevice("cuda:1").open(0.25)
     assert taken == [(0.25, torch.device("cuda", 1))]
+
+
+def test_a_gpu_without_a_number_is_the_first_one() -> None:
+    """Torch takes no device without an index where one is set, or given a share of its memory."""
+    bare = device.CudaDevice("cuda")
+    assert bare.name == "cuda:0"
+    assert bare.fitted(bench_options(TimingBench(), "cuda")).device == "cuda:0", "children are told so, too"
 
 
 def test_what_own_kernels_wrote_before_is_of_other_inputs_when_they_are_left_out() -> None:

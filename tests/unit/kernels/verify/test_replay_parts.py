@@ -26,6 +26,8 @@ from kbrl_async.kernels.verify.cuda.replay.program import Program
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
 from kbrl_async.kernels.verify.cuda.replay.steps import KernelStep, OperatorStep, Refused
 from kbrl_async.kernels.verify.cuda.replay.stretches import place_inputs
+from kbrl_async.kernels.verify.hoarding import NoMemory
+from kbrl_async.kernels.verify.layouts import is_moved
 from kbrl_async.kernels.verify.proof import of_recorded
 from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Operator, Recording, ways
 from kbrl_async.kernels.verify.session import CandidateFault
@@ -105,6 +107,16 @@ def test_an_operator_is_done_again_and_its_result_lies_where_it_lay() -> None:
     node = Operator("aten::add.Tensor", arguments, meta[:2], [meta[2]])
     OperatorStep(node, view, Places(lambda size: 0), torch.device("cpu")).launch(0, False)
     assert view(meta[2]).tolist() == [[3.0, 2.0], [3.0, 6.0]]
+
+
+@pytest.mark.parametrize(("name", "made"), [("aten::minimum", 0.5), ("aten::add.Tensor", 1.5)])
+def test_an_operator_gets_a_number_of_the_hosts_as_it_takes_it(name: str, made: float) -> None:
+    """`torch.min(x, torch.tensor(0.5))` was recorded with the number, and no replay of it could be done."""
+    memory = torch.ones(4)
+    meta = wire.TensorMeta("float32", (4,), (1,), 0)
+    node = Operator(name, ["L", [["L", [["T", 0], ["V", 0.5]]], ["D", {}]]], [meta], [meta])
+    OperatorStep(node, lambda one: memory, Places(lambda size: 0), torch.device("cpu")).launch(0, False)
+    assert memory.tolist() == [made] * 4
 
 
 # ── a session over a host that only pretends ──────────────────────────────────────────────────────────────────────────
@@ -452,6 +464,26 @@ def test_own_kernels_are_needed_over_every_slot_that_is_looked_at(lazy: tuple[in
     assert (finding.rule if finding is not None else "") == rule
 
 
+@pytest.mark.parametrize("way", ["muted", "is_whole_without_own", "without"])
+def test_a_replay_without_own_kernels_that_finds_no_memory_shows_nothing(way: str) -> None:
+    made, host = session([1024, 1088, 1152], nodes=[[library(0, 2048), OWN]] * 3)
+
+    def short(order: Any, deadline_s: float) -> Any:
+        if getattr(order, "is_muted", False) or getattr(order, "left_out", ()):
+            raise CandidateFault(Fault.OUT_OF_MEMORY, "an operator asks for more memory than the GPU has")
+        return 1.0
+
+    pretended: Any = host
+    pretended.done = pretended.timed = short
+    ask: dict[str, Callable[[], object]] = {
+        "muted": lambda: made.muted(["own"], 1.0, lambda: None),
+        "is_whole_without_own": lambda: made.is_whole_without_own(0, 1.0),
+        "without": lambda: made.without((1,), 0, 1.0),
+    }
+    with pytest.raises(NoMemory):
+        ask[way]()
+
+
 @pytest.mark.parametrize(("second", "found"), [(5.0, "aten::mm"), (4.0, "")])
 def test_an_operators_results_that_are_parts_of_the_answer_are_found_wherever_they_lie(
     second: float, found: str
@@ -463,6 +495,14 @@ def test_an_operators_results_that_are_parts_of_the_answer_are_found_wherever_th
         host.arena.raw[place : place + 8].view(torch.float32).fill_(value)
     wanted = torch.tensor([3.0, 3.0, 5.0, 5.0])
     assert made.answered(lambda got: torch.equal(got.flatten().sort()[0], wanted)) == found
+
+
+@pytest.mark.parametrize(("inputs", "found"), [([1.0, 3.0, 2.0, 4.0], "aten::clone"), ([1.0, 2.0, 3.0, 4.0], "")])
+def test_a_copy_that_is_the_answer_is_found_unless_an_input_lies_so(inputs: list[float], found: str) -> None:
+    made, host = session([1024, 1088, 1152], nodes=[[library(0, 2048, name="aten::clone"), OWN]] * 3)
+    wanted = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    host.arena.raw[2048 : 2048 + 16].view(torch.float32)[:] = wanted
+    assert made.answered(lambda got: False, 0, lambda got: is_moved(got, wanted, [torch.tensor(inputs)])) == found
 
 
 # ── comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────

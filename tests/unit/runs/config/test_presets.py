@@ -36,6 +36,11 @@ def test_the_schema_names_exactly_the_presets_that_exist() -> None:
     assert set(get_args(PresetName)) == set(PRESETS)
 
 
+def test_every_preset_of_another_algorithm_takes_advantages_as_they_are() -> None:
+    learners = {name: load(overrides=[f"preset={name}"]).learner for name in PRESETS if name != "dppo_tv"}
+    assert {name for name, of in learners.items() if of.negative_scale != 1 or of.scale_advantages} == set()
+
+
 def test_a_key_that_is_set_wins_over_the_preset_wherever_it_stands() -> None:
     assert load(overrides=["advantage=mean", "preset=grpo"]).advantage == "mean"
     assert load(overrides=["preset=grpo"], env={"KBRL_LEARNER__CLIP_HIGH": "0.5"}).learner.clip_high == 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kbrl_async.errors import CheckpointError
@@ -92,4 +93,26 @@ def test_a_file_that_says_nothing_of_teaching_changes_nothing(tmp_path: Path, te
 def test_a_model_s_folder_is_no_run(run: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    assert load(overrides=["model_name=model"]) == Config(model_name="model")
+    config = load(overrides=["model_name=model"])
+    assert config == msgspec.structs.replace(Config(model_name="model"), learner=config.learner)
+
+
+def learns(*words: str) -> tuple[int, int, float, bool]:
+    learner = load(overrides=words).learner
+    return learner.epochs, learner.minibatches, learner.negative_scale, learner.scale_advantages
+
+
+SMALLS, WHOLE = (2, 2, 0.3, True), (1, 1, 1.0, False)
+
+
+def test_what_suits_a_small_policy_does_not_reach_a_real_model(run: Path) -> None:
+    assert (learns(), learns("model_name=small"), learns("model_name=runs/mine")) == (SMALLS, SMALLS, SMALLS)
+    assert learns("model_name=owner/name") == learns("model_name=owner/name", "preset=kevin") == WHOLE
+    assert learns("model_name=owner/name", "learner.minibatches=4") == (1, 4, 1.0, False), "what is said oneself wins"
+
+
+def test_what_was_trained_from_a_real_model_is_none_of_ours(run: Path) -> None:
+    make_run(run.parent / "theirs", 0, words=["model_name=owner/name"])
+    assert learns("model_name=runs/theirs") == WHOLE
+    make_run(run.parent / "second", 0, words=["model_name=runs/mine"])
+    assert learns("model_name=runs/second") == SMALLS

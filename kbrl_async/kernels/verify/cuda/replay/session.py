@@ -41,7 +41,9 @@ from kbrl_async.kernels.verify.cuda.replay.stretches import (
     touches,
 )
 from kbrl_async.kernels.verify.cuda.session import TimedCall
+from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.layouts import are_parts
+from kbrl_async.kernels.verify.operators import copies
 from kbrl_async.kernels.verify.recording import Memcpy, Operator, Recording, counted, digest, plain, ways
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
 from kbrl_async.kernels.verify.validation import overlap, span
@@ -358,7 +360,7 @@ class ReplaySession:
         except CandidateFault as fault:
             if fault.by is not None:  # the reference, asked by `renew`: that shows nothing
                 raise
-            self._revive()
+            self._needs_own(fault)
             left = nothing
         return max(0.0, whole - nothing), max(0.0, left - nothing)
 
@@ -366,8 +368,8 @@ class ReplaySession:
         """Whether a forward over this slot ends without own kernels; its outputs then lie there."""
         try:
             self.run(slot, deadline_s, is_muted=True)
-        except CandidateFault:
-            self._revive()
+        except CandidateFault as fault:
+            self._needs_own(fault)
             return False
         return True
 
@@ -381,11 +383,19 @@ class ReplaySession:
         """A forward over this slot without these nodes; what needs them finds poison."""
         try:
             self.run(slot, deadline_s, left_out=nodes)
-        except CandidateFault:
-            self._revive()
+        except CandidateFault as fault:
+            self._needs_own(fault)
+
+    def _needs_own(self, fault: CandidateFault) -> None:
+        """An operator faults on poison: it needs what own kernels make.
+
+        :raises NoMemory: or it found none, which shows nothing.
+        """
+        if fault.kind is Fault.OUT_OF_MEMORY:
+            raise NoMemory(f"a forward without its own kernels found no memory: {fault.text}") from fault
+        self._revive()
 
     def _revive(self) -> None:
-        """An operator faults on poison: it needs what own kernels make."""
         with self._as_tried():
             self._arena = self._host.revive()
         self._see()
@@ -399,15 +409,25 @@ class ReplaySession:
             return least
         return min(least, *(self._timed(orders.Time((slot,), 1, is_muted), deadline_s) for _ in range(2)))
 
-    def answered(self, is_answer: Callable[[torch.Tensor], bool], slot: int = 0) -> str:
-        """After `muted`: the operator whose result already is the answer, as far as `is_answer(tensor)` says."""
+    def answered(
+        self,
+        is_answer: Callable[[torch.Tensor], bool],
+        slot: int = 0,
+        is_moved: Callable[[torch.Tensor], bool] = lambda item: False,
+    ) -> str:
+        """After `muted`: the operator whose result already is the answer, as far as `is_answer(tensor)` says, and
+        `is_moved(tensor)` of what only copies.
+        """
         found = ""
         written: list[Span] = []
         results: dict[str, list[torch.Tensor]] = {}
         for node in self._recording.forwards[slot].nodes:
             if isinstance(node, Operator):
+                name = allowed.base_of(node.name)
+                if copies(name) and any(is_moved(self._arena.view(plain(meta))) for meta in node.results):
+                    return name
                 for meta in node.results if allowed.does_work(node.name) else ():
-                    found, result = allowed.base_of(node.name), self._arena.view(plain(meta))
+                    found, result = name, self._arena.view(plain(meta))
                     if is_answer(result):
                         return found
                     results.setdefault(found, []).append(result)

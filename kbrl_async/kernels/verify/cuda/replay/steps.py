@@ -7,6 +7,7 @@ with what its machine code declares, because the driver reads as many bytes as t
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -107,7 +108,8 @@ class OperatorStep:
         if function is None:
             raise Refused(f"this torch has no {node.name}")
         self._function: Any = function
-        self._arguments, self._named = values.restore(node.arguments, [view(meta) for meta in node.tensors])
+        given, self._named = values.restore(node.arguments, [view(meta) for meta in node.tensors])
+        self._arguments = _with_tensors(function, given)
         self._results = [view(meta) for meta in node.results]
         if not node.tensors and any(argument.name == "device" for argument in function._schema.arguments):
             self._named["device"] = device
@@ -127,6 +129,20 @@ class OperatorStep:
                 raise Refused(f"{self._node.name} gives another tensor here than it gave")
             if got.data_ptr() != wanted.data_ptr() or got.stride() != wanted.stride():
                 wanted.copy_(got)
+
+
+def _with_tensors(function: Any, given: list[Any]) -> list[Any]:
+    """A tensor on the host with one number was recorded as that number. Some operators take it so; for others it has to
+    be such a tensor again, which is not done for all: two of no dimension have another type together.
+    """
+    schema = function._schema
+    if torch._C._should_allow_numbers_as_tensors(schema.name.removeprefix(allowed.NAMESPACE)):
+        return given
+    kinds = [str(argument.type) for argument in schema.arguments]
+    return [
+        torch.tensor(value) if "Tensor" in kind and isinstance(value, (bool, int, float)) else value
+        for kind, value in itertools.zip_longest(kinds, given)
+    ][: len(given)]
 
 
 def _cell(argument: bytes) -> Any:

@@ -220,6 +220,49 @@ def test_a_kernel_that_only_turns_the_librarys_answer_round_is_a_decoy(
     assert is_replayed(judged())
 
 
+TURN = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+
+    def forward(self, x):
+        return x.permute(0, 2, 1).contiguous()
+
+def get_inputs():
+    return [torch.randn(8, 12, 10)]
+
+def get_init_inputs():
+    return [64]
+"""
+COPY = "void f(const float *x, float *y, long b, long h, long w) { for (long i = 0; i < b * h * w; i++) y[i] = x[i]; }"
+TURNS = """
+void f(const float *x, float *y, long b, long h, long w) {
+  for (long i = 0; i < b; i++) for (long j = 0; j < h; j++) for (long k = 0; k < w; k++)
+    y[(i * w + k) * h + j] = x[(i * h + j) * w + k];
+}
+"""
+
+
+@row("wraps the library, try/except fallback, decoy kernel")
+def test_where_nothing_but_movement_is_asked_for_a_copy_of_the_librarys_is_a_decoy(
+    replaying: Bench, compile_raw: Callable[[str], dict[str, Path]], monkeypatch: Patch
+) -> None:
+    def judged(kernel: str, given: str) -> Verdict:
+        forward = f"a = {given}\ny = torch.empty(8, 10, 12)\nself.f(a, y, 8, 12, 10)\nreturn y"
+        source = MODEL.format(source=kernel, init="        pass", forward=textwrap.indent(forward, " " * 8))
+        source = source.replace("        y = torch.empty(x.shape[0], self.weight.shape[1])\n", "")
+        problem = Problem("L1/05_turn", 1, "turn", TURN)
+        return replaying.evaluate(problem, Candidate(source, "c"), compile_raw(kernel)).verdict
+
+    assert caught(judged(COPY, "x.permute(0, 2, 1).contiguous()"), "decoy_kernel")
+    assert is_replayed(judged(TURNS, "x.clone()")), "a copy of the input is no answer"
+    monkeypatch.setattr(own_kernels, "is_moved", lambda item, wanted, inputs: False)
+    assert is_replayed(judged(COPY, "x.permute(0, 2, 1).contiguous()"))
+
+
 JOIN = (
     "void f(const float *a, const float *b, float *y, long n) {"
     " for (long i = 0; i < n; i++) { y[i] = a[i]; y[n + i] = b[i]; } }"

@@ -1,0 +1,250 @@
+"""Of who is watched on a GPU and not replayed: whether its own kernels are needed. No GPU is asked here."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, cast
+from unittest.mock import Mock, patch
+
+import numpy as np
+import pytest
+import torch
+
+from kbrl_async.kernels.backends.launch.recorder import RECORDER
+from kbrl_async.kernels.verify import compare, wire
+from kbrl_async.kernels.verify.cpu.own_kernels import OwnKernels
+from kbrl_async.kernels.verify.cpu.replay import CpuReplaySession
+from kbrl_async.kernels.verify.cpu.runner import Runner
+from kbrl_async.kernels.verify.cuda.device import CudaDevice
+from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels
+from kbrl_async.kernels.verify.cuda.runner import CudaRunner
+from kbrl_async.kernels.verify.cuda.session import CudaSession
+from kbrl_async.kernels.verify.hoarding import NoMemory
+from kbrl_async.kernels.verify.proof import Finding
+from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
+from kbrl_async.kernels.verify.tolerance import Tolerance
+from protocols.records import Fault
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+ALLOWED = [Tolerance(1e-4, 1e-4)]
+
+
+def own(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """An own kernel, launched as each launcher does it."""
+    y = torch.empty_like(x).fill_(7.0)
+    if RECORDER.tape is not None:
+        RECORDER.tape("own", (x, y), [])
+    RECORDER.call("own", lambda: y.copy_(function(x)))
+    return y
+
+
+def decoy(x: torch.Tensor) -> torch.Tensor:
+    return own(torch.tanh(x), lambda found: found)
+
+
+def suspicious(x: torch.Tensor) -> torch.Tensor:
+    """A decoy that fails where its kernel did not run."""
+    y = decoy(x)
+    if bool((y == 7.0).all()):
+        raise ValueError("nothing was written")
+    return y
+
+
+def honest(x: torch.Tensor) -> torch.Tensor:
+    return own(x * 2, lambda doubled: torch.from_numpy(np.tanh(doubled.numpy() / 2)))
+
+
+def idle(x: torch.Tensor) -> torch.Tensor:
+    own(x, torch.exp)
+    return torch.tanh(x)
+
+
+def unseen(x: torch.Tensor) -> torch.Tensor:
+    """By a way that no launcher sees."""
+    return torch.from_numpy(np.tanh(x.numpy()))
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """Of a problem that only brings elements into another order."""
+    return x.view(8, 8).t()
+
+
+def copies_what_was_turned(x: torch.Tensor) -> torch.Tensor:
+    return own(turned(x).contiguous(), lambda found: found)
+
+
+def turns_a_copy(x: torch.Tensor) -> torch.Tensor:
+    return own(x.clone(), lambda found: turned(found).reshape(-1)).view(8, 8)
+
+
+class Child:
+    """The runner of a watched candidate, over memory that both hold."""
+
+    def __init__(self, forward: Forward, size: int = 64) -> None:
+        self.arena, self.place = torch.zeros(size), torch.zeros(size)
+        self.runner = cast(Any, CudaRunner.__new__(CudaRunner))
+        self.runner.slots, self.runner.model = [[self.place]], forward
+        self.runner._outs = [["where the output of slot 0 goes"]]
+        self.runner._shared = types.SimpleNamespace(view=lambda meta: self.arena.view_as(forward(self.place)))
+        self.launches = 0
+
+    def call(self, op: int, slot: int, deadline_s: float) -> ForwardOutcome:
+        if op in (wire.OP_MUTED, wire.OP_TRACE):
+            try:
+                result, trace = self.runner._traced(slot, op == wire.OP_MUTED)
+            except ValueError as error:
+                raise CandidateFault(Fault.RUNTIME_ERROR, str(error)) from error
+        else:
+            result, trace = self.runner.model(self.place), None
+        return ForwardOutcome(0, 0, 0, ["V", None], [] if result is None else [result], trace)
+
+    def told(self, op: int, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
+        self.arena.copy_(answer[0].reshape(-1))
+        return self.call(op, 0, deadline_s)
+
+
+def watched(child: Child, keeps_sets: bool = True, right: Forward = torch.tanh) -> CapturedKernels:
+    session = cast(Any, CudaSession.__new__(CudaSession))
+    session.slots, session.call, session.told = [[child.place]], child.call, child.told
+    reference, sides = Mock(slots=[[torch.zeros_like(child.place)]]), Mock(limit_s=1.0)
+    reference.call = lambda *given: Mock(tensors=[right(reference.slots[0][0])])
+    reference.look = lambda answer: answer
+    sides.nominal.degenerate = sides.nominal.mutated = False
+    sides.reference, sides.candidate = reference, session
+
+    def fill(slots: list[int]) -> None:
+        child.place.copy_(torch.randn_like(child.place))
+        reference.slots[0][0].copy_(child.place)
+
+    sides.fill = fill
+    sides.differ = lambda got, expected: compare.difference(got[0], expected[0], ALLOWED[0])
+    checker = Mock(reference=Mock(keeps_sets=keeps_sets))
+    checker.outputs = lambda outcome: outcome.tensors
+    return CapturedKernels(checker, sides)
+
+
+def found_of(forward: Forward, keeps_sets: bool = True, right: Forward = torch.tanh) -> Finding | None:
+    return watched(Child(forward), keeps_sets, right).of_watched()
+
+
+@pytest.mark.parametrize("keeps_sets", [True, False], ids=["small", "large"])
+@pytest.mark.parametrize("forward", [decoy, suspicious])
+def test_a_copy_of_the_librarys_result_is_a_decoy_where_it_is_only_watched(forward: Forward, keeps_sets: bool) -> None:
+    """Such were accepted wherever forward could be captured: nobody looked at the operators' results."""
+    found = found_of(forward, keeps_sets)
+    assert found is not None
+    assert (found.rule, found.fault) == ("decoy_kernel", Fault.CHEATING)
+    assert "aten::tanh" in found.text
+
+
+def test_who_needs_its_own_kernels_passes() -> None:
+    assert found_of(honest) is None
+
+
+def test_a_kernel_that_nothing_needs_is_a_decoy() -> None:
+    found = found_of(idle)
+    assert found is not None
+    assert found.rule == "decoy_kernel"
+
+
+def test_launches_that_nobody_saw_prove_nothing_and_accuse_nobody() -> None:
+    found = found_of(unseen)
+    assert found is not None
+    assert (found.rule, found.fault) == ("no_own_kernel", Fault.UNPROVEN)
+
+
+def test_where_nothing_but_movement_is_asked_for_a_copy_of_the_librarys_is_a_decoy() -> None:
+    found = found_of(copies_what_was_turned, right=turned)
+    assert found is not None
+    assert (found.rule, "aten::clone" in found.text) == ("decoy_kernel", True)
+    assert found_of(turns_a_copy, right=turned) is None, "a copy of the input is no answer"
+
+
+def test_a_decoy_that_fails_without_its_kernel_is_found_on_a_processor_too() -> None:
+    runner = cast(Any, Runner.__new__(Runner))
+    place = torch.randn(64)
+    runner.slots, runner.model, runner.held = [[place]], suspicious, [None, torch.zeros(64)]
+    assert runner._traced(0, True)[1].answered == "aten::tanh"
+    runner.model = lambda x: own(x, torch.tanh).log_() if RECORDER.is_muted else 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        runner._traced(0, True)
+
+
+def test_the_librarys_work_in_a_graph_of_its_own_is_neither_seen_nor_proven() -> None:
+    def replays(x: torch.Tensor) -> torch.Tensor:
+        y = honest(x)
+        RECORDER.unseen = "aten::tanh"
+        return y
+
+    found = found_of(replays)
+    assert found is not None
+    assert (found.rule, found.fault) == ("no_own_kernel", Fault.UNPROVEN)
+    assert "aten::tanh" in found.text
+
+
+def test_the_librarys_answer_inside_of_an_own_function_proves_nothing() -> None:
+    """Of an extension that computes by the library and copies: it is skipped as a whole."""
+
+    def extension(x: torch.Tensor) -> torch.Tensor:
+        return own(x, lambda given: torch.tanh(given))
+
+    found = found_of(extension)
+    assert found is not None
+    assert (found.rule, found.fault) == ("no_own_kernel", Fault.UNPROVEN)
+    assert "aten::tanh" in found.text
+
+
+def test_none_of_the_librarys_results_is_kept() -> None:
+    """Eight of them did not fit beside a large problem, whose candidate was then said to hoard memory."""
+    child = Child(decoy)
+    child.place.copy_(torch.randn(64))
+    child.arena.copy_(torch.tanh(child.place))
+    with patch.object(torch.Tensor, "clone", Mock(side_effect=AssertionError("nothing is copied"))):
+        _, trace = child.runner._traced(0, True)
+    assert trace.answered == "aten::tanh"
+
+
+def starved(child: Child) -> None:
+    plain = child.told
+
+    def told(op: int, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
+        if op == wire.OP_MUTED:
+            raise CandidateFault(Fault.OUT_OF_MEMORY, "CUDA out of memory")
+        return plain(op, answer, deadline_s)
+
+    child.told = told  # type: ignore[method-assign]
+
+
+def test_a_proof_that_found_no_memory_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried with more, and in the end nothing is proven: neither right nor a fault of the candidate's."""
+    child = Child(honest)
+    starved(child)
+    kernels = watched(child)
+    with pytest.raises(NoMemory):
+        kernels.of_watched()
+    monkeypatch.setattr("kbrl_async.kernels.verify.cuda.own_kernels.CapturedKernels", lambda *given: kernels)
+    monkeypatch.setattr("kbrl_async.kernels.verify.cuda.sides.Sides", Mock())
+    checker = Mock(fault=None, is_untrusted=True, session=CudaSession.__new__(CudaSession))
+    device = CudaDevice("cuda:0")
+    with pytest.raises(NoMemory):
+        device.prove_last(checker)
+    device._has_given_way = True
+    device.prove_last(checker)
+    (found,) = checker.refuse.call_args.args
+    assert (found.rule, found.fault) == ("no_own_kernel", Fault.UNPROVEN)
+
+
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_a_proof_that_found_no_memory_is_none_on_a_processor_either(is_replayed: bool) -> None:
+    """Results of the library's operators are kept there: enough of them, and a decoy was right."""
+    short = Mock(side_effect=CandidateFault(Fault.OUT_OF_MEMORY, "can't allocate memory"))
+    session = Mock(spec=CpuReplaySession, call=short, muted=lambda: Mock(call=short))
+    session.disarm = lambda artifacts: 0
+    checker = Mock(is_recorded=True, is_replayed=is_replayed, fault=None, session=session)
+    checker.order = [Mock(degenerate=False)] * 2
+    checker.reference.declared.backward = ""
+    with patch("kbrl_async.kernels.verify.cpu.own_kernels.place"):
+        OwnKernels(checker).prove()
+    (found,) = (given.args[0] for given in checker.refuse.call_args_list if given.args[0] is not None)
+    assert (found.rule, found.fault) == ("no_own_kernel", Fault.UNPROVEN)
