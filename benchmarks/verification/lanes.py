@@ -47,7 +47,7 @@ from protocols.records import BenchReport, BuildReport, Candidate, Fault, Proble
 GROUP = 8
 PRACTISED = Habits(**{name: 0.4 * share for name, share in msgspec.structs.asdict(Habits()).items()})
 """Makes fewer slips than a beginner: in a run on a GPU seven of ten answers that compile are right."""
-_SEED, _PATIENCE_S, _END_S = 11, 180, 10
+_SEED, PATIENCE_S, _END_S = 11, 180, 10
 _LAST_LINES = 12
 _ROUNDS = 20
 _END = "a lane has come to the end of a phase"
@@ -196,13 +196,15 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked) -> list[list[R
     given = [(_lane, (folder, n, asked, warm, works, right, done, is_over)) for n in range(max(asked.lanes))]
     given += [(_timer, (folder, n, asked, warm, right, done)) for n in range(asked.timers)]
     processes = [
-        context.Process(target=_told, args=(done, what, args), name=f"{what.__name__[1:]} {args[1]}", daemon=True)
+        context.Process(
+            target=reporting_failure, args=(done, what, args), name=f"{what.__name__[1:]} {args[1]}", daemon=True
+        )
         for what, args in given
     ]
     for process in processes:
         process.start()
     for _ in processes:
-        say(_taken(done, processes))
+        say(next_said(done, processes))
     phases = []
     for number, (phase, work) in enumerate(zip(asked.phases, works, strict=True)):
         for group in chosen * (_ROUNDS if asked.seconds else 1):
@@ -235,7 +237,7 @@ def _rows(done: Any, processes: list[Any], lanes: int, end: float, stop: Callabl
     found: list[Row] = []
     while lanes:
         try:
-            said = _taken(done, processes, end)
+            said = next_said(done, processes, end)
         except TimeoutError:
             stop()
             end = math.inf
@@ -245,13 +247,13 @@ def _rows(done: Any, processes: list[Any], lanes: int, end: float, stop: Callabl
     return found
 
 
-def _taken(done: Any, processes: list[Any], end: float = math.inf) -> Any:
+def next_said(done: Any, processes: list[Any], end: float = math.inf) -> Any:
     """What a lane says next.
 
     :raises TimeoutError: nothing came until `end`.
     :raises LaneError: one has ended by an error, which is told with its last lines, or by a signal; or all are silent.
     """
-    patient_until = time.monotonic() + _PATIENCE_S
+    patient_until = time.monotonic() + PATIENCE_S
     while time.monotonic() < patient_until:
         if time.monotonic() > end:
             raise TimeoutError
@@ -264,14 +266,14 @@ def _taken(done: Any, processes: list[Any], end: float = math.inf) -> Any:
         if is_over is not None:  # its last word would have come by now
             raise LaneError(f"{is_over.name} ended with {is_over.exitcode}, and said nothing")
     at_work = ", ".join(process.name for process in processes if process.is_alive())
-    raise LaneError(f"no verdict for {_PATIENCE_S} s; at work: {at_work or 'nobody'}")
+    raise LaneError(f"no verdict for {PATIENCE_S} s; at work: {at_work or 'nobody'}")
 
 
 class LaneError(RuntimeError):
     pass
 
 
-def _told(done: Any, what: Callable[..., None], args: tuple[Any, ...]) -> None:
+def reporting_failure(done: Any, what: Callable[..., None], args: tuple[Any, ...]) -> None:
     """In a process of its own: an error's last lines go to whoever reads the verdicts."""
     try:
         what(*args)

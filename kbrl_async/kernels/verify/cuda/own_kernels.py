@@ -114,7 +114,7 @@ class CapturedKernels:
         assert isinstance(candidate, CudaSession)
         answer, expected, inside = self._known_answer(candidate)
         try:
-            muted = candidate.told(wire.OP_MUTED, answer, 2 * self._sides.limit_s)
+            muted = candidate.watched_forward(wire.OP_MUTED, answer, 2 * self._sides.limit_s)
             trace = without_chance(muted.trace) if self._sides.nominal.degenerate else muted.trace
             assert trace is not None, "a call that is to be told of is, or is refused"
             if trace.answered:
@@ -150,7 +150,7 @@ class CapturedKernels:
             raise CandidateFault(Fault.INCORRECT, _WRONG_LATER, "wrong_when_timed")
         answer = [self._aside(tensor) for tensor in got]
         del got
-        traced = candidate.told(wire.OP_TRACE, answer, 2 * sides.limit_s).trace
+        traced = candidate.watched_forward(wire.OP_TRACE, answer, 2 * sides.limit_s).trace
         assert traced is not None, "a call that is to be told of is, or is refused"
         sides.fill([0])
         candidate.call(wire.OP_RUN, 0, sides.limit_s)

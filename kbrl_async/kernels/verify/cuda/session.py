@@ -299,7 +299,7 @@ class CudaSession(Session):
         torch.cuda.synchronize()
         return super().call(op, slot, deadline_s)
 
-    def told(self, op: int, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
+    def watched_forward(self, op: int, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
         """A forward over slot 0 of which its process tells; its own launches are skipped where `op` says so. `answer`:
         what it gave over these inputs before. The library's results are compared with that where the outputs are to
         go, so that none has to be kept.
@@ -368,7 +368,7 @@ class CudaSession(Session):
         slot: int = 0,
         is_moved: Callable[[torch.Tensor], bool] = lambda item: False,
     ) -> str:
-        """Nobody sees the results of its operators in a graph: see `told`."""
+        """Nobody sees the results of its operators in a graph: see `watched_forward`."""
         return ""
 
     def muted(

@@ -26,13 +26,15 @@ def _silent(folder: str, number: int) -> None:
 
 
 def said(what: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(lanes, "_PATIENCE_S", 20 if what is not _silent else 1)
+    monkeypatch.setattr(lanes, "PATIENCE_S", 20 if what is not _silent else 1)
     context = mp.get_context("fork")
     done = context.Queue()
-    process = context.Process(target=lanes._told, args=(done, what, ("here", 3)), name="lane 3", daemon=True)
+    process = context.Process(
+        target=lanes.reporting_failure, args=(done, what, ("here", 3)), name="lane 3", daemon=True
+    )
     process.start()
     with pytest.raises(lanes.LaneError) as raised:
-        lanes._taken(done, [process])
+        lanes.next_said(done, [process])
     process.kill()
     process.join()
     return str(raised.value)

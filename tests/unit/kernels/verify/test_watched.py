@@ -99,14 +99,14 @@ class Child:
             result, trace = self.runner.model(self.place), None
         return ForwardOutcome(0, 0, 0, ["V", None], [] if result is None else [result], trace)
 
-    def told(self, op: int, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
+    def watched_forward(self, op: int, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
         self.arena.copy_(answer[0].reshape(-1))
         return self.call(op, 0, deadline_s)
 
 
 def watched(child: Child, keeps_sets: bool = True, right: Forward = torch.tanh) -> CapturedKernels:
     session = cast(Any, CudaSession.__new__(CudaSession))
-    session.slots, session.call, session.told = [[child.place]], child.call, child.told
+    session.slots, session.call, session.watched_forward = [[child.place]], child.call, child.watched_forward
     reference, sides = Mock(slots=[[torch.zeros_like(child.place)]]), Mock(limit_s=1.0)
     reference.call = lambda *given: Mock(tensors=[right(reference.slots[0][0])])
     reference.look = lambda answer: answer
@@ -206,14 +206,14 @@ def test_none_of_the_librarys_results_is_kept() -> None:
 
 
 def starved(child: Child) -> None:
-    plain = child.told
+    plain = child.watched_forward
 
-    def told(op: int, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
+    def watched_forward(op: int, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
         if op == wire.OP_MUTED:
             raise CandidateFault(Fault.OUT_OF_MEMORY, "CUDA out of memory")
         return plain(op, answer, deadline_s)
 
-    child.told = told  # type: ignore[method-assign]
+    child.watched_forward = watched_forward  # type: ignore[method-assign]
 
 
 def test_a_proof_that_found_no_memory_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
