@@ -215,11 +215,8 @@ class TransferGroup:
         self._device, self.patience_s, self._part, self._parts = device, patience_s, part, meeting.parts
         self._memory = BucketMemory(device)
         store = dist.PrefixStore(f"group/{link}/{part}" if part else f"group/{link}", meeting.store(patience_s))
-        self._pace, self._receivers, self._count = (
-            dist.PrefixStore(f"pace/{link}/{part}", meeting.store(patience_s)),
-            size - 1,
-            0,
-        )
+        self._pace = dist.PrefixStore(f"pace/{link}/{part}", meeting.store(patience_s))
+        self._receivers, self._count = size - 1, 0
         self.is_paced = device.type == "cuda"
         """A bucket leaves when its receivers take it (`_await_receivers`); gloo sees by itself who has gone."""
         try:

@@ -257,7 +257,7 @@ def _scale(tensor: torch.Tensor) -> float:
     if tensor.numel() == 0:
         return 0.0
     if tensor.is_floating_point():
-        tensor = torch.nan_to_num(tensor if tensor.element_size() > 1 else tensor.float())  # of 8 bits it has none
+        tensor = torch.nan_to_num(trials.widened(tensor))
     low, high = torch.aminmax(tensor)
     return max(abs(float(low)), abs(float(high)))
 

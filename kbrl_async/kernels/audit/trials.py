@@ -100,10 +100,14 @@ def half_rows(expected: list[torch.Tensor]) -> list[torch.Tensor] | None:
     return halves
 
 
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Floating point that torch can add up and look through, which it can't do in types of 8 bits."""
+    return tensor if tensor.element_size() > 1 else tensor.float()
+
+
 def _typical(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point():
-        wide = tensor if tensor.element_size() > 1 else tensor.float()  # types of 8 bits have no sums
-        return wide.mean().reshape(1)
+        return widened(tensor).mean().reshape(1)
     return tensor.flatten().mode().values.reshape(1)
 
 

@@ -20,6 +20,11 @@ _MOST_BEGINS = 64
 _PART = 1 << 22
 """Elements."""
 _equal, _aminmax = torch.equal, torch.aminmax
+TensorCheck = Callable[[torch.Tensor], bool]
+
+
+def never(_item: torch.Tensor) -> bool:
+    return False
 
 
 def is_moved(item: torch.Tensor, wanted: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
@@ -117,7 +122,7 @@ def _orders(item: torch.Tensor) -> Iterator[torch.Tensor]:
         yield squeezed.permute(order)
 
 
-def are_parts(results: list[torch.Tensor], size: int, is_answer: Callable[[torch.Tensor], bool]) -> bool:
+def are_parts(results: list[torch.Tensor], size: int, is_answer: TensorCheck) -> bool:
     """Whether some of an operator's results that follow each other hold the answer together, in whatever order."""
     for run in runs_of([result.numel() for result in results], size):
         parts = results[run]

@@ -49,26 +49,24 @@ def at_policy(setting: Setting) -> Setting:
 
 def inherited(settings: Sequence[Setting]) -> Path | None:
     """The configuration of the run that the policy among `settings` belongs to; None where it is no run's."""
-    named = [str(setting.value) for setting in settings if setting.key == "model_name"]
-    policy = Path(named[-1]) if named else Path()
+    policy = Path(_named(settings))
     stored = policy.parent.parent / RUN_FILE
     return stored if policy.parent.name == POLICIES and stored.is_file() else None
 
 
 def is_small(settings: Sequence[Setting]) -> bool:
     """Whether the policy among `settings` is one of the project's own, or was trained from one."""
-    named = [str(setting.value) for setting in settings if setting.key == "model_name"]
-    if not named or named[-1] == Config().model_name:
+    name = _named(settings)
+    if name in ("", Config().model_name):
         return True
     if (stored := inherited(settings)) is not None:
         return is_small(from_file(stored))
-    return (Path(named[-1]).expanduser() / MADE).is_file()
+    return (Path(name).expanduser() / MADE).is_file()
 
 
 def taught(settings: Sequence[Setting]) -> list[Setting]:
     """The prompt and the language that a small policy was taught, where `model_name` is the folder of one."""
-    named = [str(setting.value) for setting in settings if setting.key == "model_name"]
-    made = Path(named[-1] if named else "").expanduser() / MADE
+    made = Path(_named(settings)).expanduser() / MADE
     try:
         options = json.loads(made.read_text())["options"]
         option, _, file = options["prompt_option"].partition(":")
@@ -76,6 +74,11 @@ def taught(settings: Sequence[Setting]) -> list[Setting]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
     return [Setting(key, value, str(made)) for key, value in values.items()]
+
+
+def _named(settings: Sequence[Setting]) -> str:
+    """The policy among `settings`; empty where none is named."""
+    return next((str(setting.value) for setting in reversed(settings) if setting.key == "model_name"), "")
 
 
 def how_asked(config: Config, origin: str) -> list[Setting]:

@@ -29,6 +29,7 @@ from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda import starting
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import ENTRY, PrewarmedChildren, as_files
+from kbrl_async.kernels.verify.layouts import TensorCheck, never
 from kbrl_async.kernels.verify.memory import as_message
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Judged, Session, no_meter
 
@@ -90,12 +91,7 @@ class TimedSide(Judged, Protocol):
     def muted(
         self, kernels: list[str], deadline_s: float, renew: Callable[[], None], slot: int = 0
     ) -> tuple[float, float]: ...
-    def answered(
-        self,
-        is_answer: Callable[[torch.Tensor], bool],
-        slot: int = 0,
-        is_moved: Callable[[torch.Tensor], bool] = lambda item: False,
-    ) -> str: ...
+    def answered(self, is_answer: TensorCheck, slot: int = 0, is_moved: TensorCheck = never) -> str: ...
 
 
 class CudaSession(Session):
@@ -362,12 +358,7 @@ class CudaSession(Session):
         """Those of the captured kernels that are the candidate's, by their names."""
         return [] if self.captured is None else cuda_proof.own_kernels(list(self.captured.kernels), source)
 
-    def answered(
-        self,
-        is_answer: Callable[[torch.Tensor], bool],
-        slot: int = 0,
-        is_moved: Callable[[torch.Tensor], bool] = lambda item: False,
-    ) -> str:
+    def answered(self, is_answer: TensorCheck, slot: int = 0, is_moved: TensorCheck = never) -> str:
         """Nobody sees the results of its operators in a graph: see `watched_forward`."""
         return ""
 

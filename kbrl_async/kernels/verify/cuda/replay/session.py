@@ -42,7 +42,7 @@ from kbrl_async.kernels.verify.cuda.replay.stretches import (
 )
 from kbrl_async.kernels.verify.cuda.session import TimedCall
 from kbrl_async.kernels.verify.hoarding import NoMemory
-from kbrl_async.kernels.verify.layouts import are_parts
+from kbrl_async.kernels.verify.layouts import TensorCheck, are_parts, never
 from kbrl_async.kernels.verify.operators import copies
 from kbrl_async.kernels.verify.recording import Memcpy, Operator, Recording, counted, digest, plain, ways
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
@@ -409,12 +409,7 @@ class ReplaySession:
             return least
         return min(least, *(self._timed(orders.Time((slot,), 1, is_muted), deadline_s) for _ in range(2)))
 
-    def answered(
-        self,
-        is_answer: Callable[[torch.Tensor], bool],
-        slot: int = 0,
-        is_moved: Callable[[torch.Tensor], bool] = lambda item: False,
-    ) -> str:
+    def answered(self, is_answer: TensorCheck, slot: int = 0, is_moved: TensorCheck = never) -> str:
         """After `muted`: the operator whose result already is the answer, as far as `is_answer(tensor)` says, and
         `is_moved(tensor)` of what only copies.
         """
@@ -440,7 +435,7 @@ class ReplaySession:
                 return operator
         return found if found and self._is_put_together(written, is_answer, slot) else ""
 
-    def _is_put_together(self, written: list[Span], is_answer: Callable[[torch.Tensor], bool], slot: int) -> bool:
+    def _is_put_together(self, written: list[Span], is_answer: TensorCheck, slot: int) -> bool:
         """Whether what operators and copies wrote side by side is the answer, of which each made a part."""
         for meta in self._outputs[slot]:
             size = math.prod(meta.shape) * values.dtype_of(meta.dtype).itemsize
