@@ -5,7 +5,7 @@ from __future__ import annotations
 from kbrl_async.errors import MissingTool
 from kbrl_async.kernels.backends import backend, backends
 from kbrl_async.kernels.sandbox import Isolation
-from kbrl_async.runs.config import Config
+from kbrl_async.runs.config import Config, placement
 from protocols.messages import BACKENDS
 
 
@@ -46,7 +46,7 @@ def memory_share(config: Config, service: str) -> float:
 
     counts = config.processes
     benches = counts.timing_bench if "timing_bench" in config.timing_bench.shares_with else 1
-    benches = min(benches, config.timing_bench.per_gpu) if config.placement == "split" else benches
+    benches = min(benches, placement.together(config)) if config.placement == "split" else benches
     is_one_gpu = config.placement == "one_gpu" or (config.placement is None and torch.cuda.device_count() < 2)
     if counts.verifier and is_one_gpu:
         return 1 / (counts.timing_bench + counts.verifier)

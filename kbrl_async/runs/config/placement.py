@@ -7,6 +7,8 @@
 | `learner_apart` | 2 | 0 | 1 | 1, in quiet windows; several take turns | 1 |
 | `split` | all of these | one each of its ranks | tensor_parallel × data_parallel each | one each; per_gpu | the last |
 
+In a split, benches that share with the sampler (`timing_bench.shares_with`) are on its first GPU instead.
+
 A preset sets keys that lie below those of files and command line, and `CUDA_VISIBLE_DEVICES` of each process, in its
 nanny: so it holds for `kbrl train`, for `honcho start` and for a unit alike. To add one: an entry in
 `presets.PLACEMENTS` and in `assigned`, its name in the schema.
@@ -43,7 +45,7 @@ class Gpu(msgspec.Struct, frozen=True):
 def wanted(config: Config) -> int:
     """How many GPUs the placement takes."""
     counts = config.processes
-    benches = math.ceil(counts.timing_bench / config.timing_bench.per_gpu)
+    benches = 0 if _sits_by_samplers(config) else math.ceil(counts.timing_bench / config.timing_bench.per_gpu)
     apart = config.learner.processes + counts.sampler * config.sampler.gpus + benches + bool(counts.verifier)
     return {"one_gpu": 1, "two_gpus": 2, "learner_apart": 2}.get(config.placement or "", apart)
 
@@ -59,8 +61,7 @@ def misfit(config: Config, gpus: Sequence[Gpu]) -> str:
         return f"it takes {needed} GPU{'s' if needed > 1 else ''}{why}, and this machine has {len(gpus)}"
     if name != "split" and config.processes.sampler > 1:
         return "it is for one sampler; several need placement=split"
-    together = config.processes.timing_bench if name != "split" else config.timing_bench.per_gpu
-    if together > 1 and "timing_bench" not in config.timing_bench.shares_with:
+    if together(config) > 1 and "timing_bench" not in config.timing_bench.shares_with:
         return "its benches would time at once; they take turns where timing_bench.shares_with names timing_bench"
     used = gpus[:needed]
     small = next((gpu for gpu in used if gpu.memory_gib < LEAST_GIB[name]), None)
@@ -70,6 +71,20 @@ def misfit(config: Config, gpus: Sequence[Gpu]) -> str:
     if len(timed) > 1:
         return f"its benches would time on different GPUs ({', '.join(sorted(timed))}): speedups would not compare"
     return ""
+
+
+def _sits_by_samplers(config: Config) -> bool:
+    """Benches of a split that have no GPU of their own: each is on the first one of a sampler, which stands still while
+    they time."""
+    return "sampler" in config.timing_bench.shares_with
+
+
+def together(config: Config) -> int:
+    """The most benches that one GPU gets."""
+    counts = config.processes
+    if config.placement != "split":
+        return counts.timing_bench
+    return math.ceil(counts.timing_bench / counts.sampler) if _sits_by_samplers(config) else config.timing_bench.per_gpu
 
 
 def check_fit(config: Config, gpus: Sequence[Gpu]) -> None:
@@ -108,8 +123,12 @@ def assigned(config: Config, service: str, instance: int = 0) -> range:
     each = config.sampler.gpus
     if service == "sampler":
         return range(ranks + instance * each, ranks + (instance + 1) * each)
-    first = ranks + config.processes.sampler * each + instance // config.timing_bench.per_gpu
-    return range(first, first + 1)
+    samplers = config.processes.sampler
+    if _sits_by_samplers(config):
+        at = ranks + instance % samplers * each
+    else:
+        at = ranks + samplers * each + instance // config.timing_bench.per_gpu
+    return range(at, at + 1)
 
 
 def ranges(config: Config) -> dict[str, str]:
@@ -127,9 +146,10 @@ def _terms(config: Config) -> str:
     learner = f"learner.processes={config.learner.processes}"
     each = f" × {config.sampler.gpus} GPUs" if config.sampler.gpus > 1 else ""
     per_gpu = config.timing_bench.per_gpu
-    rest = f"processes.timing_bench={counts.timing_bench}" + (f" by {per_gpu}" if per_gpu > 1 else "")
-    rest += " + 1 for verifiers" if counts.verifier else ""
-    return f"{learner} + processes.sampler={counts.sampler}{each} + {rest}"
+    terms = [learner, f"processes.sampler={counts.sampler}{each}"]
+    if not _sits_by_samplers(config):
+        terms.append(f"processes.timing_bench={counts.timing_bench}" + (f" by {per_gpu}" if per_gpu > 1 else ""))
+    return " + ".join([*terms, *(["1 for verifiers"] if counts.verifier else [])])
 
 
 def inventory(environment: Mapping[str, str]) -> list[Gpu]:

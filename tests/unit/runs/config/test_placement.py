@@ -61,6 +61,22 @@ def test_benches_of_a_split_may_take_turns_on_each_gpu() -> None:
     assert "processes.timing_bench=5 by 3 + 1 for verifiers" in misfit(config, H100[:4])
 
 
+def test_benches_of_a_split_may_sit_beside_the_samplers() -> None:
+    words = ["placement=split", "learner.processes=2", "sampler.engine=vllm", "sampler.tensor_parallel=2"]
+    shared = [*words, "processes.timing_bench=1", "timing_bench.shares_with=[sampler]"]
+    got = seen(*shared)
+    assert (got["learner.1"], got["sampler.1"], got["timing_bench.1"]) == ("0,1", "2,3", "2")
+    assert misfit(load(overrides=shared), H100[:4]) == ""
+    assert misfit(load(overrides=shared), H100[:3]).startswith(
+        "it takes 4 GPUs (learner.processes=2 + processes.sampler=1 × 2 GPUs)"
+    )
+    two = [*words, "processes.sampler=2", "processes.timing_bench=2", "timing_bench.shares_with=[sampler]"]
+    assert (seen(*two)["timing_bench.1"], seen(*two)["timing_bench.2"]) == ("2", "4")
+    assert misfit(load(overrides=two), H100[:6]) == ""
+    crowded = [*shared, "processes.timing_bench=2"]
+    assert "they take turns" in misfit(load(overrides=crowded), H100[:4])
+
+
 @pytest.mark.parametrize(
     ("placement", "gpu"), [("one_gpu", "0"), ("two_gpus", "0"), ("learner_apart", "1"), ("split", "4")]
 )
