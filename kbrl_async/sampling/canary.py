@@ -128,8 +128,10 @@ SIGMAS = 6.0
 def _is_rather(served: Sequence[float], published: Sequence[float], other: Sequence[float]) -> bool:
     """Whether `served` lies past the middle from `published` to `other`, and noise alone can't have put it there.
 
-    The noise is what remains of served − published across that line: so bf16 kernels, which are off by more than an
-    update moves the policy, raise no false alarm, and fp32 finds a version that is stale by one small step.
+    Each of the three has noise of its own: bf16 kernels are off by more than an update moves the policy. That of
+    `published` is in both differences, so with equal versions `served` comes to lie about at the middle, not at
+    `published`; how far it is past the middle is what counts. The noise of that is what remains of served − published
+    across the line. So bf16 raises no false alarm, and fp32 finds a version that is stale by one small step.
     """
     n = len(published)
     line = [o - p for o, p in zip(other, published, strict=True)]
@@ -140,7 +142,7 @@ def _is_rather(served: Sequence[float], published: Sequence[float], other: Seque
     share = math.fsum(a * b for a, b in zip(line, off, strict=True)) / length2
     across = math.fsum((b - share * a) ** 2 for a, b in zip(line, off, strict=True))
     sigma = math.sqrt(across / max(1, n - 1))
-    return share > 0.5 and share * math.sqrt(length2) > SIGMAS * sigma
+    return (share - 0.5) * math.sqrt(length2) > SIGMAS * sigma
 
 
 def check_temperature(rows: Sequence[Sequence[tuple[float, float]]], expected: float) -> float:

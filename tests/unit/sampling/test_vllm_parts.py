@@ -139,6 +139,27 @@ def test_the_noise_of_bf16_raises_no_alarm_however_near_the_version_before_is() 
             judge("policy v2", served, published, {"policy v1": noisy(published, distance, rng)}, 0.08)
 
 
+@pytest.mark.parametrize("moved", [0.0, 1e-3, 1e-2])
+def test_what_the_learner_published_is_noisy_too(moved: float) -> None:
+    """Seen with Qwen3-8B at a rate of 1e-6: the noise of what is published is in the difference from each other one."""
+    rng = random.Random(0)
+    for _ in range(200):
+        before = [rng.uniform(-6, 0) for _ in range(400)]
+        true = noisy(before, moved, rng)
+        others = {"policy v1": noisy(before, 0.03, rng)}
+        judge("policy v2", noisy(true, 0.03, rng), noisy(true, 0.03, rng), others, 0.08)
+
+
+def test_a_stale_version_is_found_where_all_are_noisy() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        before = [rng.uniform(-6, 0) for _ in range(400)]
+        true = noisy(before, 0.06, rng)
+        others = {"policy v1": noisy(before, 0.03, rng)}
+        with pytest.raises(PolicyMismatch, match="canary log-probs of policy v1"):
+            judge("policy v2", noisy(before, 0.03, rng), noisy(true, 0.03, rng), others, 0.2)
+
+
 def test_a_stale_version_is_found_under_the_noise_of_bf16() -> None:
     rng = random.Random(0)
     published = [rng.uniform(-6, 0) for _ in range(100)]
