@@ -35,6 +35,9 @@ commands(wrong)
 # ── methods ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 METHODS = ("grpo", "reinforce", "best_of_n", "reward_weighted_sft", "sft")
+IN_STEPS = ("rounds", "distilled")
+"""Methods of several runs: `configs/fusion_rounds.yaml`, and that with `kbrl distill` in place of its first round."""
+ROUNDS = 3
 START = "start"
 """The policy before any training."""
 LEVEL = 2
@@ -43,6 +46,8 @@ PAGE = ROOT / "docs" / "methods.md"
 MARKS = "<!-- measured -->", "<!-- /measured -->"
 GROUPS, GROUP = 8, 10
 """Of an update in all recipes."""
+FIRST_ANSWERS = 320
+"""Of the first of the methods in steps: four updates."""
 UNEVALUATED = "eval_samples=0"
 """Evaluated afterwards, all alike."""
 ENDLESS = 100_000
@@ -69,7 +74,7 @@ class MethodBudget(NamedTuple):
 def methods(
     folder: Annotated[Path, "where runs are kept"] = Path("fusion"),
     seeds: tuple[int, ...] = (0, 1, 2),
-    methods: tuple[str, ...] = METHODS,
+    methods: Annotated[tuple[str, ...], "further ones: rounds, distilled, with 800 answers each"] = METHODS,
     samples: Annotated[int, "answers a problem in the evaluation"] = 16,
     rollouts: Annotated[int, "of each run, demonstrations of sft; 0: as each recipe has them"] = 0,
     seconds: Annotated[float, "of each run's training, with as many rollouts as it manages; 0: not by time"] = 0,
@@ -118,7 +123,10 @@ def trained(study: RunStudy, method: str, seed: int, budget: MethodBudget, kind:
     """The name of an arm's evaluation, and the policy that is evaluated, in words of `kbrl eval`."""
     if method == START:
         return f"{START}-{seed}", ["small"]
-    name, config = f"{method}-{seed}", config_of(method)
+    name = f"{method}-{seed}"
+    if method in IN_STEPS:
+        return name, [(rounds if method == "rounds" else distilled)(study, name, seed)]
+    config = config_of(method)
     of_updates = [f"max_steps={budget.updates}", "max_minutes=null"]
     if kind != "rollouts":
         of_seconds = [f"max_steps={ENDLESS}", f"max_minutes={budget.seconds / 60}"] if budget.seconds else []
@@ -127,6 +135,33 @@ def trained(study: RunStudy, method: str, seed: int, budget: MethodBudget, kind:
         return f"{name}-v{budget.updates}", [study.folder / name, "--version", budget.updates]
     equal = f"{name}-of-{budget.rollouts}"  # a run keeps its last versions only
     return equal, [study.train(equal, config, f"seed={seed}", UNEVALUATED, *of_updates)]
+
+
+def rounds(study: RunStudy, name: str, seed: int) -> Path:
+    """The last run of the recipe in rounds: 320 answers, imitation of the right ones, 480 answers."""
+    return study.train(
+        name, config_of("rounds"), f"seed={seed}", "max_minutes=null", UNEVALUATED, last=f"{name}-{ROUNDS}"
+    )
+
+
+def distilled(study: RunStudy, name: str, seed: int) -> Path:
+    """The same where `kbrl distill` asks for the first 320 answers, of a policy that learns nothing meanwhile."""
+    problems = splits(LEVEL)["train"]
+    each = round(FIRST_ANSWERS / len(problems))
+    words = ("--config", config_of("grpo"), "--level", LEVEL, "--samples", each, f"seed={seed}")
+    taught = study.distil(f"{name}-asked", "small", *words)
+    always = (f"seed={seed}", "max_minutes=null", UNEVALUATED)
+    sft = study.train(f"{name}-taught", config_of("sft"), f"demonstrations.files={taught}", "max_steps=10", *always)
+    return study.train(f"{name}-last", config_of("grpo"), f"model_name={sft}", "max_steps=6", *always)
+
+
+def runs_of(study: RunStudy, method: str, name: str) -> list[Path]:
+    """Those that a method's cost is made of."""
+    if method == "rounds":
+        return [study.folder / f"{name}-{number}" for number in range(1, ROUNDS + 1)]
+    if method == "distilled":
+        return [study.evaluation(f"{name}-asked"), study.folder / f"{name}-taught", study.folder / f"{name}-last"]
+    return [study.folder / name]
 
 
 def config_of(method: str) -> Path:
@@ -150,6 +185,11 @@ def cost(study: RunStudy, method: str, seeds: Sequence[int], budget: MethodBudge
     made = []
     for seed in seeds:
         name = trained(study, method, seed, budget, kind)[0]
+        if method in IN_STEPS:
+            runs = runs_of(study, method, name)
+            walls = sum(summary_of(run).get("wall_s", 0.0) for run in runs)
+            made.append((GROUPS * GROUP * 10, walls, sum(map(core_seconds, runs))))
+            continue
         of_a_version = name.removeprefix(f"{method}-{seed}-v")
         run = study.folder / (f"{method}-{seed}" if of_a_version != name else name)
         found = summary_of(run)

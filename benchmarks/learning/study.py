@@ -53,10 +53,18 @@ class RunStudy:
         config = load(sources, [*self.where, *settings])
         return Path(origins.base_model(config, lambda what, share: say(f"{what} {share:.0%}")))
 
-    def train(self, name: str, config: Path, *settings: str) -> Path:
-        if not summary_of(self.folder / name):
+    def train(self, name: str, config: Path, *settings: str, last: str = "") -> Path:
+        """`last`: the run of this name that a recipe in rounds ends with."""
+        if not summary_of(self.folder / (last or name)):
             self._kbrl(name, "train", "--config", config, *settings)
-        return self.folder / name
+        return self.folder / (last or name)
+
+    def distil(self, name: str, *words: object) -> Path:
+        """The file of `kbrl distill`."""
+        file = self.evaluation(name) / "demonstrations.jsonl"
+        if not file.exists():
+            self._kbrl(name, "distill", *words)
+        return file
 
     def evaluate(self, name: str, *words: object) -> Answers:
         """By `kbrl eval`."""

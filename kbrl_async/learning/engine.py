@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import msgspec
+import torch
 
 from kbrl_async.learning import checkpoints, efficiency
 from kbrl_async.learning.forward_backward import Tick
@@ -195,10 +196,15 @@ class LocalEngine:
             trainer.optimizer_step,
             self._canaries,
             self._base,
-            logprobs_of=trainer.sequence_logprobs,
+            logprobs_of=self._published_logprobs,
             copied=lambda named: self._snapshots.of(version, named, self._kept),
             gathered=trainer.gathered_weights(),
         )
+
+    def _published_logprobs(self, ids: list[int]) -> list[float]:
+        """Of the weights as a sampler gets them: a small update that rounding takes away must not show."""
+        rounded_to = torch.float32 if is_lora(self.trainer.model) else DTYPES[self._rounded_to]
+        return self.trainer.sequence_logprobs(ids, rounded_to)
 
     def _publish_parts(self, collector: Collector, version: int, parent: int | None) -> Pending:
         trainer = self.trainer

@@ -11,7 +11,8 @@ Invariants
 # ruff: noqa: N803, N806 - capital suffixes of names give tensor shapes
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -112,6 +113,33 @@ def batch_logprobs(
 
 
 @torch.no_grad()
+@contextlib.contextmanager
+def rounded_weights(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Each module of `model` computes with weights that are rounded to `dtype`, in the arithmetic of its own: a module
+    at a time holds such a copy."""
+    own: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def begin(module: torch.nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            own[parameter] = parameter.data
+            parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+
+    def end(module: torch.nn.Module, _: Any, __: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = own.pop(parameter)
+
+    hooks = [
+        hook for m in model.modules() for hook in (m.register_forward_pre_hook(begin), m.register_forward_hook(end))
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, data in own.items():
+            parameter.data = data
+
+
 def sequence_logprobs(causal_lm: torch.nn.Module, ids: list[int]) -> list[float]:
     """log p(ids[i] | ids[:i]) for i ≥ 1 at temperature 1, fp32: what a canary compares (I8)."""
     device = next(causal_lm.parameters()).device

@@ -35,7 +35,7 @@ from kbrl_async.learning.distributed import (
     Train,
 )
 from kbrl_async.learning.forward_backward import Tick, computes_bf16, forward_backward
-from kbrl_async.learning.logprobs import sequence_logprobs
+from kbrl_async.learning.logprobs import rounded_weights, sequence_logprobs
 from kbrl_async.learning.optimizer import guarded_step, make_adamw
 from kbrl_async.learning.policies.models import DTYPES, causal_lm
 from kbrl_async.learning.policies.snapshot import Snapshots
@@ -296,10 +296,12 @@ class Trainer(Updates):
         with self.model.disable_adapter():  # type: ignore[operator]
             return self.batch_logprobs(self.passes, samples, temperature, tick)
 
-    def sequence_logprobs(self, ids: list[int]) -> list[float]:
-        """`logprobs.sequence_logprobs` of the policy."""
+    def sequence_logprobs(self, ids: list[int], rounded_to: torch.dtype = torch.float32) -> list[float]:
+        """`logprobs.sequence_logprobs` of the policy, or of what is published of it; ranks that share the weights out
+        round them when they gather them."""
         if self._sharded is None:
-            return sequence_logprobs(causal_lm(self.model), ids)
+            with rounded_weights(causal_lm(self.model), rounded_to):
+                return sequence_logprobs(causal_lm(self.model), ids)
         self._tell(Probe(ids))
         return self._sharded(lambda lm: sequence_logprobs(lm, ids))
 

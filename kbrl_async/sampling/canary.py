@@ -49,7 +49,7 @@ def check_canary(
 ) -> float:
     """The largest difference from the manifest's log-probs; PolicyMismatch above `tolerance` (0: by dtype)."""
     dtype = next(causal_lm.parameters()).dtype
-    rounded = manifest.dtype != "fp32"  # the log-probs are those of the weights before they were rounded
+    rounded = manifest.dtype != "fp32"  # the log-probs may come from ranks that computed in that format, too
     allowed = tolerance or (ENGINE_TOLERANCE["bfloat16"] if rounded else TOLERANCE.get(dtype, TOLERANCE_DEFAULT))
     errors = []
     for canary in canaries_of(manifest, adapter):

@@ -17,9 +17,8 @@ import torch
 
 from kbrl_async.errors import CheckpointError, NonFiniteLoss
 from kbrl_async.learning import checkpoints
-from kbrl_async.learning.logprobs import sequence_logprobs
 from kbrl_async.learning.policies import versions
-from kbrl_async.learning.policies.models import causal_lm
+from kbrl_async.learning.policies.models import DTYPES
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.archive.rows import UpdateRow
 from kbrl_async.runs.config import Config
@@ -84,7 +83,7 @@ def first_manifest(run_dir: Path) -> PolicyVersion:
 
 def prove(trainer: Trainer, manifest: PolicyVersion, tolerance: float) -> None:
     """CheckpointError unless the trainer's policy is the manifest's."""
-    ours = sequence_logprobs(causal_lm(trainer.model), manifest.canary_ids)
+    ours = trainer.sequence_logprobs(manifest.canary_ids, DTYPES[manifest.dtype])
     worst = max(abs(a - b) for a, b in zip(ours, manifest.canary_logprobs, strict=True))
     if worst > tolerance:
         raise CheckpointError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 
-from kbrl_async.learning.logprobs import batch_logprobs, sequence_logprobs, token_logprobs
+from kbrl_async.learning.logprobs import batch_logprobs, rounded_weights, sequence_logprobs, token_logprobs
 from kbrl_async.learning.packing import pack
 from protocols.records import TrainGroup, TrainSample
 
@@ -81,3 +83,32 @@ def test_entropy_of_a_uniform_policy_is_log_vocabulary() -> None:
 def test_sequence_log_probs_score_every_token_but_the_first(model: torch.nn.Module) -> None:
     sample = TrainSample("r", [5], [7, 9, 11], [], 0.0, 0.0, 0)
     assert sequence_logprobs(model, [5, 7, 9, 11]) == pytest.approx(alone(model, sample, 1.0), abs=2e-5)
+
+
+def test_rounded_weights_are_those_of_a_rounded_copy_and_go_back(model: torch.nn.Module) -> None:
+    ids = [5, 7, 9, 11]
+    copy = deepcopy(model)
+    for parameter in copy.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    before = sequence_logprobs(model, ids)
+    with rounded_weights(model, torch.bfloat16):
+        rounded = sequence_logprobs(model, ids)
+    assert rounded == sequence_logprobs(copy, ids) != before
+    assert sequence_logprobs(model, ids) == before
+    with pytest.raises(IndexError), rounded_weights(model, torch.bfloat16):
+        sequence_logprobs(model, [5, 1 << 30])
+    assert sequence_logprobs(model, ids) == before
+
+
+def test_an_update_that_rounding_takes_away_does_not_show(model: torch.nn.Module) -> None:
+    """Seen with Qwen3-4B at a rate of 1e-6: bf16 weights stayed what they were, and the sampler was called stale."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    ids = [5, 7, 9, 11]
+    with rounded_weights(model, torch.bfloat16):
+        before = sequence_logprobs(model, ids)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * (1 + 1e-4)
+    with rounded_weights(model, torch.bfloat16):
+        assert sequence_logprobs(model, ids) == before
+    assert sequence_logprobs(model, ids) != before
