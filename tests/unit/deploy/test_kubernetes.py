@@ -188,9 +188,11 @@ with Zygote(("kbrl_async.kernels.sandbox.canary",)) as zygote:
 
 
 def _missing(names: list[str]) -> list[str]:
-    """What the sandbox lacks on this host under a filter that denies these calls."""
+    """What the sandbox lacks on this host under a filter that denies these calls, and nobody makes namespaces for it:
+    bubblewrap, where it is installed, calls `clone` instead of `unshare`.
+    """
     command = [sys.executable, "-c", UNDER_THE_PROFILE, json.dumps(names)]
-    environment = {**os.environ, "PYTHONPATH": str(DEPLOY.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PATH": "", "PYTHONPATH": str(DEPLOY.parent), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, cwd="/", check=False)
     assert done.returncode == 0, done.stderr
     found: list[str] = json.loads(done.stdout)
