@@ -78,6 +78,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "kbrl eval default --samples 4 --heldout",
         "kbrl eval small --samples 4 --heldout",
         "kbrl eval default --problems tasks.jsonl",
+        "kbrl eval small --problems grammar:500 --samples 4 name=probe",
     ),
     "searches for a minute or more: tests/unit/cli/test_optimize.py has searches": (
         "kbrl optimize my_module.py",
@@ -101,6 +102,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "kbrl problems generate 100 --near runs/default --seed 5 --out edge",
         "kbrl plan default --verifiers --rollouts-per-hour 100000",
         "kbrl train problems=edge model_name=runs/default name=on-the-edge",
+        "kbrl train --dry-run problems=grammar:500 exclude=runs/evals/probe",
     ),
     "needs the hub or an endpoint": (
         "kbrl index build --output index",

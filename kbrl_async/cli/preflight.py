@@ -36,7 +36,7 @@ from kbrl_async.runs.demonstrations import archives
 from kbrl_async.runs.demonstrations.reading import files_of
 from kbrl_async.runs.folder import Run, refused, runs_in
 from kbrl_async.runs.origins import SMALL, cache_folder
-from kbrl_async.runs.problems import problems_of, split_told
+from kbrl_async.runs.problems import excluded_told, problems_of, split_told
 from kbrl_async.runs.sizing import layout
 from kbrl_async.sampling.vllm.options import check_installed
 from kbrl_async.secret import secret
@@ -101,7 +101,7 @@ def check_problems(config: Config) -> None:
     if all(problem.split == HELDOUT for problem in found):
         raise ProblemError(f"all problems of {config.problems} are held out", "Lower heldout_share, or unmark some")
     downloads.check(found)
-    if told := split_told(config, found):
+    for told in filter(None, (split_told(config, found), excluded_told(config, found))):
         print(f"warning: {told}", file=sys.stderr)
 
 

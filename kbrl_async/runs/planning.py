@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kbrl_async.errors import UserError
-from kbrl_async.kernels.problems import downloads, usable
+from kbrl_async.kernels.problems import downloads
 from kbrl_async.kernels.problems.finding import choose
 from kbrl_async.rollouts.buffer.rules import BufferRules
 from kbrl_async.rollouts.curriculum import STAGES
@@ -17,7 +17,7 @@ from kbrl_async.rollouts.settings import Alarms, Turns
 from kbrl_async.rollouts.turns import TurnRules
 from kbrl_async.runs.config.schema import Config
 from kbrl_async.runs.demonstrations.dataset import NOT_A_PROBLEM, SFT
-from kbrl_async.runs.problems import problems_of
+from kbrl_async.runs.problems import problems_of, trainable
 from kbrl_async.runs.run_memory import RunPlan
 from kbrl_async.runs.run_state import RunState
 from protocols.records import Problem
@@ -26,11 +26,8 @@ from protocols.records import Problem
 def plan_of(config: Config) -> RunPlan:
     """Raises `ProblemError` and `ConfigError`."""
     problems = problems_of(config, config.levels)
-    learnable = usable(problems) if config.exclude_audited else problems
     return RunPlan(
-        training=[NOT_A_PROBLEM]
-        if config.method == SFT
-        else [problem for problem in learnable if problem.split != "heldout"],
+        training=[NOT_A_PROBLEM] if config.method == SFT else trainable(config, problems),
         heldout=[problem for problem in problems if problem.split == "heldout"],
         group_size=config.group_size,
         seed=config.seed,

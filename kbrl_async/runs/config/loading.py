@@ -27,6 +27,7 @@ from msgspec import inspect as types
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.runs.config.checks import check
+from kbrl_async.runs.config.excluding import by_id
 from kbrl_async.runs.config.keys import KEYS, SECTIONS, Key, flat
 from kbrl_async.runs.config.names import ALIASES, RENAMED, TRANSLATED, instead_of, is_foreign, nearest
 from kbrl_async.runs.config.presets import REAL_MODEL, preset_settings
@@ -83,7 +84,7 @@ def gather(
     settings += from_env(env or {}) + from_overrides(overrides)
     settings = [setting for setting in settings if not (is_foreign(setting.key) and _is_null(setting.value))]
     _refuse_absent(settings)
-    settings = [at_policy(_current(setting)) for setting in settings]
+    settings = [by_id(at_policy(_current(setting))) for setting in settings]
     settings = [_located(setting, settings) for setting in settings]
     return [*_real(settings), *_asked_like(settings), *preset_settings(settings), *_resumed(settings), *settings]
 

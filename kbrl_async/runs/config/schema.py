@@ -73,6 +73,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Seed by which these are chosen; the run's own seed has no part in it, so that runs can be compared."""
     exclude_audited: bool = True
     """Do not train on problems whose audit says that a right verdict means little there: see 'kbrl problems list'."""
+    exclude: list[str] = []
+    """Nor on these: ids, and folders of runs or evaluations for what their answers never, or always, solved."""
     batch_size: AtLeastOne = 8
     """P: groups (one problem each) per update."""
     group_size: AtLeastOne = 8
