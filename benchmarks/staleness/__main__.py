@@ -12,13 +12,14 @@ import msgspec
 
 from benchmarks.harness import Commands, Result, say, with_figures
 from benchmarks.harness.crew import Crew, CrewTask
-from benchmarks.staleness import overlap
+from benchmarks.staleness import lengths, overlap
 from benchmarks.staleness.arm import Arm, ArmResult, StudySetting, working
 from benchmarks.staleness.report import MARKS, SettingFigures, findings, hardest, picture, reward_table, stability_table
 from kbrl_async.runs import origins
 from kbrl_async.runs.config import Config
 
 commands = Commands("staleness", __doc__)
+commands(lengths.lengths)
 commands(overlap.overlap)
 commands(overlap.async_vs_sync)
 STALENESS = (4, 0, 8, 2, 1)
