@@ -21,6 +21,7 @@ from benchmarks.harness import (
     with_figures,
 )
 from benchmarks.learning.curve import curve
+from benchmarks.learning.pay import pay
 from benchmarks.learning.raicl import raicl, suite_index
 from benchmarks.learning.study import Answers, RunStudy, core_seconds, gain, share, splits
 from benchmarks.learning.wrong import wrong
@@ -28,6 +29,7 @@ from kbrl_async.lab.report import plots
 
 commands = Commands("learning", __doc__)
 commands(curve)
+commands(pay)
 commands(raicl)
 commands(wrong)
 
