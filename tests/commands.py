@@ -117,10 +117,10 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "trains at a model's shape for minutes: tests/e2e/test_rehearse.py": (
         "kbrl rehearse --model ./toy --length 400:1.3 max_steps=3 batch_size=2 group_size=4 level=1",
         "kbrl rehearse --model Qwen2.5-7B --length 4000:1.6 --config model.yaml max_steps=20 --price H200=3.5",
-        "kbrl rehearse --model Qwen3-8B --length 1400:1.3 lora_rank=0 placement=split "
+        "kbrl rehearse --model Qwen3-8B --length 1000:1.3 lora_rank=0 placement=split "
         "learner.processes=2 learner.shard=true learner.optimizer=adamw "
         "learner.token_budget=16384 learner.epochs=1 learner.minibatches=1 "
-        "learner.checkpoint_every=1000 sampler.engine=vllm sampler.slots=128 "
+        "learner.memory_gb=110 sampler.engine=vllm sampler.slots=128 "
         "sampler.memory_share=.9 sampler.compile=false level=1 batch_size=4 group_size=8 "
         "max_steps=20 processes.timing_bench=2 timing_bench.per_gpu=2 "
         "timing_bench.shares_with=[timing_bench]",
