@@ -27,6 +27,7 @@ from kbrl_async.kernels.syntax.scope import INPUT_MAKERS
 from protocols.records import Problem
 
 JOURNAL = "import.jsonl"
+LOCK = ".importer"
 TAKEN, UNTRIED, LEFT = "taken", "taken, not tried", "left out"
 ENDED = "its process ended"
 STAYS = f"{FIXED_DEVICE}: a GPU's inputs meet tensors of its own that stay on the CPU"
@@ -61,11 +62,20 @@ class Importer:
         self._known: dict[str, ImportedRow] = {}
         self._structures: set[str] = set()
         self._names: set[str] = set()
-        self._read_journal()
 
     def run(self, found: Iterable[Found]) -> Iterator[ImportedRow]:
-        """Each row's fate, in order; those of an earlier run at once. The index is written at the end."""
+        """Each row's fate, in order; those of an earlier run at once. The index is written at the end.
+
+        :raises AddressTaken: another import is writing the folder.
+        """
         self.out.mkdir(parents=True, exist_ok=True)
+        cure = "Wait for its end, stop that process, or import into another folder"
+        with durable.alone(self.out / LOCK, why="an import is going on", cure=cure):
+            self._read_journal()  # nobody adds to it from now on
+            yield from self._rows(found)
+            self._write_index()
+
+    def _rows(self, found: Iterable[Found]) -> Iterator[ImportedRow]:
         auditors: SimpleQueue[Auditor] = SimpleQueue()
         for _ in range(self.jobs):
             auditors.put(Auditor(self.limits))
@@ -81,7 +91,6 @@ class Importer:
                 pool.shutdown(cancel_futures=True)
                 while not auditors.empty():
                     auditors.get().close()
-        self._write_index()
 
     def _start(
         self, found: Found, pool: ThreadPoolExecutor, auditors: SimpleQueue[Auditor]
