@@ -42,6 +42,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Impor
         found("broken", "x @ torch.zeros(3, 3)"),
         found("hostile", "x", head="import os\nos._exit(0)"),
         found("near", "torch.sigmoid(x) * 3"),
+        found("first_call", "x / self.__dict__.setdefault('peak', x.amax())"),
         found("on_a_cpu_only", "torch.cos(x) + torch.ones(16)"),
         Found("odd", "", left_out="no source in it"),
         Found("empty", "import torch\n"),
@@ -60,6 +61,8 @@ def test_every_row_has_a_fate_and_a_reason(imported: tuple[Path, list[ImportedRo
     assert fates["L1/silent"][0] == fates["L1/broken"][0] == fates["L1/empty"][0] == "left out"
     assert "cannot_run" in fates["L1/broken"][1]
     assert "lacks" in fates["L1/empty"][1]
+    assert fates["L1/first_call"][1].startswith("keeps_state: answers to the same inputs differ by ")
+    assert fates["L1/first_call"][1].endswith(" with the inputs of the first call: forward changes peak")
     assert fates["L1/on_a_cpu_only"][1].startswith("fixed_device")
     assert fates["L1/hostile"] == ("left out", "its process ended itself, or for want of memory")
 
