@@ -1,4 +1,4 @@
-"""Runs one problem's reference in a child of its own: cheap outputs at KernelBench's tolerances, randomness, state, casts.
+"""Runs one problem's reference in a child of its own: cheap outputs at KernelBench's tolerances, chance, state, casts.
 
 On the CPU the child is confined like a candidate's; with `device="cuda"` it runs in the worker process itself, because
 problems are read before they are used and their files are not hostile. What is found is sent step by step, so that
@@ -36,7 +36,7 @@ _ELSEWHERE = re.compile(r"(?=.*\bcpu\b).*(expected device|same device)", re.DOTA
 _RANDOM_SHARE = 1e-5
 """Of the output's scale: larger differences between two runs are not rounding in another order."""
 _OTHER_SEED = 4
-"""Of what a first call draws: it is no candidate's business to draw the same."""
+"""Of what a call draws itself: a candidate need not draw the same."""
 
 
 class AuditTask(msgspec.Struct, frozen=True):
@@ -198,22 +198,24 @@ class _Steps:
         """Of one that answers the same inputs in two ways: by chance, or, where what it draws is the same too, because
         the call before has changed something.
         """
-        firsts, seconds, what = [], [], ""
         text = f"two runs on the same inputs differ by {apart}"
         try:
-            for _ in range(2):
-                model = self._anew()
-                before = state.kept(model)
-                for answers in (firsts, seconds):
-                    given = self._draw(self.task.seeds[0])
-                    contract.seed(_OTHER_SEED)
-                    answers.append(self._forward(given, model))
-                    what = what or _of(state.changed(before, state.kept(model)))
+            (first, second, what), (again, *_) = self._twice(), self._twice()
         except Exception:  # the problem's own code; what is known is enough to leave it out
             return AuditFinding(RANDOM, text)
-        if _are_same(*firsts) and not _are_same(firsts[0], seconds[0]):
+        if _are_same(first, again) and not _are_same(first, second):
             return AuditFinding(KEEPS_STATE, f"{text}{what}")
         return AuditFinding(RANDOM, text)
+
+    def _twice(self) -> tuple[list[torch.Tensor], list[torch.Tensor], str]:
+        """Two answers of a new one to the same inputs with the same draws, and what it has changed."""
+        model, answers = self._anew(), []
+        before = state.kept(model)
+        for _ in range(2):
+            given = self._draw(self.task.seeds[0])
+            contract.seed(_OTHER_SEED)
+            answers.append(self._forward(given, model))
+        return answers[0], answers[1], _of(state.changed(before, state.kept(model)))
 
     def casts(self, probe: AuditProbe) -> AuditProbe:
         """Everything cast to one type, as KernelBench does: what integers among the inputs say to that."""

@@ -40,7 +40,8 @@ def _held(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def _places(value: Any) -> Iterator[int]:
     """Where its tensors' memory begins."""
     if isinstance(value, torch.Tensor):
-        yield from (value.untyped_storage().data_ptr(),) if value.numel() else ()
+        if value.numel() and value.layout is torch.strided and not value.is_meta:
+            yield value.untyped_storage().data_ptr()
     elif isinstance(value, (list, tuple, dict)):
         for one in value.values() if isinstance(value, dict) else value:
             yield from _places(one)

@@ -125,7 +125,7 @@ def _function(definition: Mapping[str, Any]) -> str:
     public = [name for name in made if not name.startswith("_")]
     function = next((name for name in named if name in made), public[0] if len(public) == 1 else "")
     if not function:
-        raise LeftOut("several functions in its reference, none of them named")
+        raise LeftOut("several functions in its reference, none named")
     return function
 
 

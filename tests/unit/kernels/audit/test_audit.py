@@ -125,7 +125,7 @@ def stateful(body: str) -> Problem:
         ("inner(x)\nreturn torch.tanh(x) - inner.running_mean", "two runs .* inner.running_mean"),
         ("if not inner.kept:\n    inner.kept.append(x.amax(0))\nreturn x / inner.kept[0]", "first call.*inner.kept"),
         ("CACHE.setdefault('peak', x.amax(0))\nreturn x / CACHE['peak']", "the inputs of the first call$"),
-        ("if inner.layer is None:\n    inner.layer = nn.Linear(64, 8)\nreturn inner.layer(x)", "first call.*inner.layer"),
+        ("inner.layer = inner.layer or nn.Linear(64, 8)\nreturn inner.layer(x)", "first call.*inner.layer"),
     ],
 )  # fmt: skip
 def test_state_that_a_call_leaves_behind_is_named(auditor: Auditor, body: str, what: str) -> None:
@@ -143,17 +143,15 @@ def test_state_that_a_call_leaves_behind_is_named(auditor: Auditor, body: str, w
     [
         ("inner.calls += 1\nreturn torch.tanh(x)", ""),
         ("return inner(x)", ""),
-        ("if not inner.kept:\n    inner.kept.append(torch.ones(64, 64).triu())\nreturn torch.tanh(x) @ inner.kept[0]", ""),
-        ("if inner.layer is None:\n    torch.manual_seed(7)\n    inner.layer = nn.Linear(64, 8)\nreturn inner.layer(x)", ""),
+        ("if not inner.kept:\n    inner.kept.append(torch.ones(64, 64).triu())\nreturn x.tanh() @ inner.kept[0]", ""),
+        ("torch.manual_seed(7)\ninner.layer = inner.layer or nn.Linear(64, 8)\nreturn inner.layer(x)", ""),
         ("return x.tanh() * self.factor", ""),
         ("return nn.functional.dropout(x)", "random"),
         ("return torch.tanh(x) * (time.perf_counter_ns() % 97)", "random"),
         ("inner.calls += 1\nreturn torch.tanh(x) * random.random()", "random"),
     ],
 )  # fmt: skip
-def test_what_changes_no_answer_is_no_state_and_what_is_drawn_is_random(
-    auditor: Auditor, body: str, flag: str
-) -> None:
+def test_what_changes_no_answer_is_no_state_and_what_is_drawn_is_random(auditor: Auditor, body: str, flag: str) -> None:
     asked = stateful(body)
     if "factor" in body:  # of no seed: a candidate is given the number
         line = "self.factor = nn.Parameter(torch.tensor(time.perf_counter() % 7 + 1))"

@@ -258,7 +258,7 @@ def test_a_reference_of_flashinfer_trace_may_have_another_name_than_run(
 @pytest.mark.parametrize(
     ("reference", "reason"),
     [
-        ("def a(A, s):\n    return A\n\n\ndef b(A, s):\n    return s", "several functions in its reference, none of them named"),
+        ("def a(A, s):\n    return A\n\ndef b(A, s):\n    return s", "several functions in its reference, none named"),
         ("", "without a reference"),
         (None, "without a reference"),
         ("import torch", "without a reference"),
