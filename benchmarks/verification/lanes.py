@@ -53,7 +53,7 @@ PRACTISED = Habits(**{name: 0.4 * share for name, share in msgspec.structs.asdic
 _SEED, PATIENCE_S, _END_S = 11, 180, 10
 _LAST_LINES = 12
 SETBACK_S = 0.5
-"""After a fault of the host, as a worker of a run waits: a lane whose GPU is gone does not take all the others' work."""
+"""After a fault of the host, as a worker of a run waits: a lane whose GPU is gone should not take others' work."""
 _ROUNDS = 20
 _END = "a lane has come to the end of a phase"
 _WARM = 3
@@ -205,7 +205,10 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked) -> list[LaneRe
     given += [(_timer, (folder, n, asked, warm, right, done)) for n in range(asked.timers)]
     processes = [
         context.Process(
-            target=reporting_failure, args=(done, what, args), name=f"{what.__name__.lstrip('_')} {args[1]}", daemon=True
+            target=reporting_failure,
+            args=(done, what, args),
+            name=f"{what.__name__.lstrip('_')} {args[1]}",
+            daemon=True,
         )
         for what, args in given
     ]
@@ -220,7 +223,8 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked) -> list[LaneRe
         for _ in range(phase.lanes):
             work.put(None)
         end = time.monotonic() + asked.seconds if asked.seconds else math.inf
-        phases.append(phase_rows(done, processes, phase.lanes, end, functools.partial(setattr, is_over, "value", number)))
+        stop = functools.partial(setattr, is_over, "value", number)
+        phases.append(phase_rows(done, processes, phase.lanes, end, stop))
         found = summary(*phases[-1])
         say(f"{phase}:", found)
         if asked.rows:
