@@ -35,6 +35,8 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 _ELSEWHERE = re.compile(r"(?=.*\bcpu\b).*(expected device|same device)", re.DOTALL)
 _RANDOM_SHARE = 1e-5
 """Of the output's scale: larger differences between two runs are not rounding in another order."""
+_STEPS = 2.0
+"""Of the output's type and scale: so far apart may be what two models answer whose weights lie in other places."""
 _OTHER_SEED = 4
 """Of what a call draws itself: a candidate need not draw the same."""
 
@@ -185,11 +187,11 @@ class _Steps:
         given = self._draw(self.task.seeds[1])
         contract.seed(_OTHER_SEED)
         found = self._forward(given, model)
-        if _are_same(found, self.later):
+        if _are_same(found, self.later, _STEPS):
             return ""
         model = self._anew()
         before, given = state.kept(model), self._draw(self.task.seeds[0])
-        if not _are_same(self._forward(given, model), self.expected):
+        if not _are_same(self._forward(given, model), self.expected, _STEPS):
             return ""  # it is built of numbers that no seed decides, and a candidate is given those
         text = f"answers to the same inputs differ by {_apart(found, self.later)} with the inputs of the first call"
         return f"{text}{_of(state.changed(before, state.kept(model)))}"
@@ -271,7 +273,8 @@ class _Steps:
             return None
 
     def _anew(self) -> torch.nn.Module:
-        """One that was never called, of a module whose names nothing was written to."""
+        """One that was never called, of a module whose names nothing was written to; what that draws is the same."""
+        contract.seed(0)
         self.module = contract.load("problem", self.task.source)
         return self._build()
 
@@ -315,12 +318,13 @@ def _apart(got: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
     return f"{trials.all_fit(got, expected, 0.0).worst:.3g}" if shapes[0] == shapes[1] else "their shapes"
 
 
-def _are_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    """But for rounding in another order."""
+def _are_same(got: list[torch.Tensor], expected: list[torch.Tensor], steps: float = 0.0) -> bool:
+    """But for rounding in another order, or `steps` of the outputs' type where that is more."""
     if [tensor.shape for tensor in got] != [tensor.shape for tensor in expected]:
         return False
     scale = max((_scale(tensor) for tensor in expected), default=0.0)
-    return trials.all_fit(got, expected, 0.0).worst <= _RANDOM_SHARE * max(scale, 1e-30)
+    step = max((torch.finfo(tensor.dtype).eps for tensor in expected if tensor.is_floating_point()), default=0.0)
+    return trials.all_fit(got, expected, 0.0).worst <= max(_RANDOM_SHARE, steps * step) * max(scale, 1e-30)
 
 
 def _of(names: str) -> str:
