@@ -1,20 +1,22 @@
 """Files and folders that exist whole or not at all: written under a temporary name, flushed, renamed.
 
 A folder is marked as well: one without its `COMPLETE` marker is a crash's leftover; readers never look at it, and the
-next writer removes it.
+next writer removes it. And who may write at all: `alone`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kbrl_async.errors import DiskFull
+from kbrl_async.errors import AddressTaken, DiskFull
 
 MARKER = "COMPLETE"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -153,6 +155,26 @@ def remove_folder(folder: Path) -> None:
     """Unmarks, then deletes, so that a reader never sees a complete folder with files missing."""
     (folder / MARKER).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def alone(lock: Path, *, why: str, cure: str) -> Iterator[None]:
+    """Nobody else is in here with the same file. The kernel frees it with its process, however that ends.
+
+    :param why: what the one who has it is doing.
+    :raises AddressTaken: it is another's, whose process is named.
+    """
+    with lock.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            cause = f"{lock.parent} is held by process {file.read().strip() or '?'}: {why}"
+            raise AddressTaken(cause, cure) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
 
 
 def file_sha256(path: Path) -> str:

@@ -8,16 +8,22 @@ name. `adapt` makes such folders.
 
     pair ─▶ is it a kernel? a problem? ─▶ built (rules) ─▶ judged, where this host has its device ─▶ accepted | refused
                      └─ no_kernel, problem, missing, cut_short, host: named, counted, nobody's fault, in no share
+
+With `--benches` it is as in a run: `--jobs` processes build all pairs, then so many benches judge what was built.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import random
 import re
+import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,7 +32,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from benchmarks.harness import Result, say
-from benchmarks.harness.crew import Crew, CrewTask, Start, Work
+from benchmarks.harness.crew import Crew, CrewTask, Start, Work, rows_of
 from benchmarks.verification import adapters
 from kbrl_async.errors import KbrlError, ProblemError, UserError
 from kbrl_async.kernels.backends import backend as load_backend
@@ -36,7 +42,8 @@ from kbrl_async.kernels.funnel.result import early, unbuilt
 from kbrl_async.kernels.funnel.verifier import check_device, choose_device, default_bench, read_text, under
 from kbrl_async.kernels.problems import load_file
 from kbrl_async.kernels.settings import Rules
-from protocols.records import Candidate, Fault, Problem, Verdict
+from kbrl_async.kernels.verify.options import BenchOptions
+from protocols.records import BuildReport, Candidate, Fault, Problem, Verdict
 
 ENOUGH_HONEST, ENOUGH_HOSTILE = 0.97, 0.99
 State = Literal["accepted", "built", "refused", "no_kernel", "problem", "missing", "cut_short", "host"]
@@ -52,6 +59,35 @@ Out = Annotated[Path | None, "a file with one JSON object a pair; what is in it 
 Again = Annotated[tuple[str, ...], "states that are judged again all the same, as in refused,host"]
 Jobs = Annotated[int, "processes, each with a verifier"]
 Seconds = Annotated[float, "after which no further pair is begun"]
+Given = tuple[Path, str, BuildReport | None]
+"""A pair's folder, a comment in front of its candidate, and what was built of it, where another has done that."""
+_ALONE = "# alone\n"
+
+
+class HowJudged(msgspec.Struct, frozen=True):
+    """What the processes of a crew have in common."""
+
+    rules: Rules = "open"
+    deadline_s: float = 60.0
+    timing: bool = False
+    warm: Path | None = None
+    """A pair that each judges first, uncounted."""
+    references: int = 8
+    """0: as many as there are problems."""
+    store: str = ""
+    """Where others have built the pairs."""
+
+    def options(self, jobs: int) -> VerifyOptions:
+        """Of one among so many verifiers."""
+        farm = msgspec.structs.replace(VerifyOptions().farm, deadline_s=self.deadline_s)
+        options = VerifyOptions(timing=self.timing, farm=farm, bench=self._bench(jobs), store=self.store)
+        return under(options, self.rules)
+
+    def _bench(self, jobs: int) -> BenchOptions:
+        bench = msgspec.structs.replace(default_bench(()), references=self.references or sys.maxsize)
+        if not self.references:
+            bench = msgspec.structs.replace(bench, reference_bytes=bench.limits.memory_bytes // jobs)
+        return bench if jobs == 1 else msgspec.structs.replace(bench, memory_share=min(1.0, _SHARES / jobs))
 
 
 class CorpusOutcome(msgspec.Struct, frozen=True):
@@ -85,18 +121,34 @@ def honest(
     only: Annotated[str, "of names, a regular expression"] = "",
     warm: Annotated[str, "a pair that each process judges first, uncounted; then all begin at once"] = "",
     repeat: Annotated[int, "how often each is judged, with another comment"] = 1,
+    benches: Annotated[int, "so many beside each other judge what the jobs have built before; 0: each job has one"] = 0,
+    alone_share: Annotated[float, "of pairs that are judged a second time, with nobody beside them"] = 0.0,
+    references: Annotated[int, "that a bench keeps; 0: each problem's is made once and kept"] = 8,
     again: Again = (),
     out: Out = None,
 ) -> Result:
-    """Every pair through the funnel; `ok` where at least 97 % are accepted and none is called cheating."""
-    crew = Crew(jobs, seconds, out=out, again=again, is_together=bool(warm))
-    judge = partial(judging, rules, deadline_s, False, corpus / warm if warm else None)
-    outcomes = run(_pairs(corpus, only, repeat), crew, judge)
+    """Every pair through the funnel; `ok` where at least 97 % are accepted and none is called cheating.
+
+    `alone`, with --alone-share: medians of each stage's seconds [beside the others, alone], and who got another state.
+    """
+    how = HowJudged(rules, deadline_s, warm=corpus / warm if warm else None, references=references)
+    pairs, until = _pairs(corpus, only, repeat), time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(prefix="kbrl-corpus-") as store:
+        if benches:
+            how = msgspec.structs.replace(how, store=store)
+            known = {name for name, row in (rows_of(out) if out else {}).items() if row["state"] not in again}
+            pairs = _built(pairs, Crew(jobs, seconds), how, known)
+        crew = Crew(benches or jobs, until - time.monotonic(), out=out, again=again, is_together=bool(warm))
+        outcomes = run(pairs, crew, partial(judging, how))
     judged = [one for one in outcomes if one.counts]
     share = sum(one.state != "refused" for one in judged) / max(1, len(judged))
     accused = [one.name for one in judged if one.fault == Fault.CHEATING]
     ok = bool(judged) and share >= ENOUGH_HONEST and not accused
-    return {"ok": ok, "accepted_share": share, "accused": accused, **_counted(outcomes)}
+    found = {"ok": ok, "accepted_share": share, "accused": accused, **_counted(outcomes)}
+    if alone_share:
+        alone = Crew(1, until - time.monotonic(), out=out, again=again)
+        found["alone"] = _alone(pairs, judged, alone_share, alone, msgspec.structs.replace(how, store="", warm=None))
+    return found
 
 
 def hostile(
@@ -115,9 +167,8 @@ def hostile(
     An accepted one, and one that is refused for another reason, is named. With `timing`, cheats of the clock are in
     their place, too.
     """
-    outcomes = run(
-        _pairs(corpus), Crew(jobs, seconds, out=out, again=again), partial(judging, rules, deadline_s, timing, None)
-    )
+    how = HowJudged(rules, deadline_s, timing)
+    outcomes = run(_pairs(corpus), Crew(jobs, seconds, out=out, again=again), partial(judging, how))
     judged = [one for one in outcomes if one.counts]
     wrong = [one for one in judged if not _is_expected(corpus / one.name, one)]
     share = 1 - len(wrong) / max(1, len(judged))
@@ -142,7 +193,7 @@ def adapt(
 def _pairs(corpus: Path, only: str = "", repeat: int = 1) -> list[CrewTask]:
     folders = sorted(path for path in corpus.iterdir() if path.is_dir() and re.search(only, path.name))
     marks = [""] if repeat == 1 else [f"# {number}\n" for number in range(repeat)]
-    return [CrewTask(folder.name + mark.strip(), (folder, mark)) for mark in marks for folder in folders]
+    return [CrewTask(folder.name + mark.strip(), (folder, mark, None)) for mark in marks for folder in folders]
 
 
 def run(pairs: list[CrewTask], crew: Crew, judge: Start) -> list[CorpusOutcome]:
@@ -154,42 +205,92 @@ def run(pairs: list[CrewTask], crew: Crew, judge: Start) -> list[CorpusOutcome]:
     return outcomes
 
 
-@contextlib.contextmanager
-def judging(rules: Rules, deadline_s: float, timing: bool, warm: Path | None, number: int, jobs: int) -> Iterator[Work]:
-    """What a worker does with a pair, as `(folder, mark)`; with `warm` it has judged that one before."""
-    farm = msgspec.structs.replace(VerifyOptions().farm, deadline_s=deadline_s)
-    options = VerifyOptions(timing=timing, farm=farm)
-    if jobs > 1:
-        bench = msgspec.structs.replace(default_bench(()), memory_share=min(1.0, _SHARES / jobs))
-        options = msgspec.structs.replace(options, bench=bench)
-    with Verifier(None, under(options, rules)) as verifier:
+def _built(pairs: list[CrewTask], crew: Crew, how: HowJudged, known: Collection[str]) -> list[CrewTask]:
+    """The pairs, each with what was built of it; what is known already is not built."""
+    left = [pair for pair in pairs if pair.name not in known]
+    found = {row["name"]: row["build"] for row in crew.run(left, partial(building, how)) if "build" in row}
+    say(f"{len(found)} of {len(left)} pairs are built")
+    return [CrewTask(pair.name, (*pair.given[:2], found.get(pair.name))) for pair in pairs]
 
-        def judge(given: tuple[Path, str]) -> Result:
+
+def _alone(pairs: list[CrewTask], judged: list[CorpusOutcome], share: float, crew: Crew, how: HowJudged) -> Result:
+    """A share of what was judged once more, one after the other, in this process."""
+    folders = {pair.name: pair.given[0] for pair in pairs}
+    drawn = random.Random(0).sample(judged, min(len(judged), math.ceil(share * len(judged))))
+    tasks = [CrewTask(f"{one.name}{_ALONE.strip()}", (folders[one.name], _ALONE, None)) for one in drawn]
+    found = {one.name: one for one in run(tasks, crew, partial(judging, how))}
+    both = [(one, found[task.name]) for one, task in zip(drawn, tasks, strict=True) if task.name in found]
+    stages: dict[str, list[tuple[float, float]]] = {}
+    for beside, alone in both:
+        for name in (name for name in beside.stages if name in alone.stages):
+            stages.setdefault(name, []).append((beside.stages[name], alone.stages[name]))
+    unlike = [(one, other) for one, other in both if one.state != other.state]
+    return {
+        "pairs": len(both),
+        "stages_s": {name: [median(side) for side in zip(*each, strict=True)] for name, each in stages.items()},
+        "other_state": [f"{one.name}: {one.state}, alone {other.state}" for one, other in unlike],
+    }
+
+
+@contextlib.contextmanager
+def building(how: HowJudged, _number: int, jobs: int) -> Iterator[Work]:
+    """What a worker does with a pair that others will judge: whatever is wrong with it they will find."""
+    with Verifier(None, how.options(jobs)) as verifier:
+
+        def build(given: Given) -> Result:
+            try:
+                candidate, _ = _candidate(*given[:2])
+                if candidate is not None:
+                    return {"state": "built", "build": verifier.build(candidate, _problem(given[0]))}
+            except (UserError, UnicodeError):
+                return {"state": "problem"}
+            except KbrlError:
+                verifier.restart()
+                return {"state": "host"}
+            return {"state": "no_kernel"}
+
+        yield build
+
+
+@contextlib.contextmanager
+def judging(how: HowJudged, _number: int, jobs: int) -> Iterator[Work]:
+    """What a worker does with a pair."""
+    with Verifier(None, how.options(jobs)) as verifier:
+
+        def judge(given: Given) -> Result:
             begun = time.time()
             outcome = _one(*given, verifier)
             told: Result = msgspec.to_builtins(msgspec.structs.replace(outcome, begun=round(begun, 2)))
             del told["name"]
             return told
 
-        if warm is not None:
-            judge((warm, "# warm\n"))
+        if how.warm is not None:
+            judge((how.warm, "# warm\n", None))
         yield judge
 
 
-def _one(folder: Path, mark: str, verifier: Verifier) -> CorpusOutcome:
+def _candidate(folder: Path, mark: str) -> tuple[Candidate | None, str]:
+    """With its text. Raises `UserError` or `UnicodeError` where there is none to be read."""
+    text = mark + read_text(folder / "candidate.py")
+    return read_candidate(text, response=False).candidate, text
+
+
+def _problem(folder: Path) -> Problem | None:
+    path = folder / "problem.py"
+    return load_file(path) if path.is_file() else None
+
+
+def _one(folder: Path, mark: str, built: BuildReport | None, verifier: Verifier) -> CorpusOutcome:
     if not (folder / "candidate.py").is_file():
         return CorpusOutcome(folder.name, "no_kernel", message="there is no candidate.py")
     try:
-        text = mark + read_text(folder / "candidate.py")
-        candidate = read_candidate(text, response=False).candidate
+        candidate, text = _candidate(folder, mark)
     except (UserError, UnicodeError) as error:
         return CorpusOutcome(folder.name, "no_kernel", message=str(error))
     if candidate is None or max(load_backend(name).claims(text) for name in backends()) <= 0:
         return CorpusOutcome(folder.name, "no_kernel", message="no backend knows what it is")
     try:
-        path = folder / "problem.py"
-        problem = load_file(path) if path.is_file() else None
-        verdict, state, stages, details, tools = _judged(candidate, problem, verifier)
+        verdict, state, stages, details, tools = _judged(candidate, _problem(folder), built, verifier)
     except (ProblemError, UnicodeError) as error:
         return CorpusOutcome(folder.name, "problem", message=str(error))
     except KbrlError as error:
@@ -204,7 +305,7 @@ def _one(folder: Path, mark: str, verifier: Verifier) -> CorpusOutcome:
 
 
 def _judged(
-    candidate: Candidate, problem: Problem | None, verifier: Verifier
+    candidate: Candidate, problem: Problem | None, built: BuildReport | None, verifier: Verifier
 ) -> tuple[Verdict, State, dict[str, float], dict[str, str], str]:
     """The verdict, what an accepted one is called, seconds by stage and what they went into, and the compilers."""
     state: State
@@ -215,11 +316,11 @@ def _judged(
     except KbrlError:
         is_here = False
     if problem is not None and is_here:
-        result = verifier.verify(problem, candidate)
+        result = verifier.verify(problem, candidate, built=built)
         verdict, state = (result.verdict, "accepted") if result.ok else _refused(result.verdict)
         details = {stage.name: stage.detail for stage in result.stages if stage.detail}
         return verdict, state, result.seconds, details, result.toolchain
-    build = verifier.build(candidate, problem)
+    build = built or verifier.build(candidate, problem)
     stages = {"build": build.finished_at - build.started_at}
     if build.fault is Fault.OK:
         is_cut = build.hint.startswith("not all was compiled ahead")

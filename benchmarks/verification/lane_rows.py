@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from statistics import mean, median
@@ -38,6 +39,18 @@ class Row(msgspec.Struct, frozen=True):
     written: int = 1
 
 
+class HostFault(msgspec.Struct, frozen=True):
+    """In a verdict's place: the host failed, and says nothing of the candidate."""
+
+    reason: str
+
+    @classmethod
+    def of(cls, error: BaseException, problem_id: str) -> HostFault:
+        """The same words for the same cause: without the problem and numbers of that one time."""
+        text = str(error).replace(problem_id, "a problem")
+        return cls(f"{type(error).__name__}: {re.sub(r'[0-9][0-9.,]*', '…', text)}"[:200])
+
+
 def steady(rows: list[Row]) -> tuple[list[Row], float]:
     """The rows that ended at least `_EDGE_S` from both ends, and the seconds between; all of them where that leaves too
     little.
@@ -49,9 +62,11 @@ def steady(rows: list[Row]) -> tuple[list[Row], float]:
     return inside, last - first - 2 * _EDGE_S
 
 
-def summary(every: list[Row]) -> Result:
-    """Of one phase."""
+def summary(every: list[Row], faults: Counter[str]) -> Result:
+    """Of one phase; `faults`: what the host failed at, by reason."""
     rows = [row for row in every if row.is_last]
+    if not rows:
+        return {"verdicts": 0, "host_faults": faults}
     wall = max(row.ended for row in rows) - min(row.begun for row in rows)
     inside, seconds = steady(rows)
     right = [row for row in rows if row.fault == Fault.OK]
@@ -64,6 +79,7 @@ def summary(every: list[Row]) -> Result:
         "answers_a_second": sum(row.written for row in inside) / seconds,
         "compiled": len(rows) / sum(row.written for row in rows),
         "faults": Counter(row.fault for row in rows),
+        "host_faults": faults,
         "observed": Counter(row.reason[:90] for row in rows if row.trust == OBSERVED),
         "observed_of": [(row.problem, row.fault, row.slips) for row in rows if row.trust == OBSERVED][:12],
         "pairs": Counter(row.pairs for row in right).most_common(6),

@@ -3,6 +3,7 @@
 ::
 
     answers of the small policy's author, groups of 8, built beforehand ─▶ queue of groups ─▶ lanes (processes) ─▶ rows
+                                                     a fault of the host: counted by its reason, and the next answer ◀─┘
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +29,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from benchmarks.harness import CORES, Result, say
-from benchmarks.verification.lane_rows import Row, summary
+from benchmarks.verification.lane_rows import HostFault, Row, summary
+from kbrl_async.errors import InfraError
 from kbrl_async.kernels import settings as sections
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.funnel import Builder, Judge
@@ -37,6 +39,7 @@ from kbrl_async.kernels.stages import spans
 from kbrl_async.kernels.timing import ready
 from kbrl_async.kernels.timing.turns import DeviceTurns
 from kbrl_async.kernels.verify import bench_options
+from kbrl_async.kernels.verify.hoarding import is_out_of_memory
 from kbrl_async.kernels.verify.options import ALONE_SHARE
 from kbrl_async.lab.small_policy.author import Author, Habits
 from kbrl_async.lab.small_policy.languages import respond
@@ -49,6 +52,8 @@ PRACTISED = Habits(**{name: 0.4 * share for name, share in msgspec.structs.asdic
 """Makes fewer slips than a beginner: in a run on a GPU seven of ten answers that compile are right."""
 _SEED, PATIENCE_S, _END_S = 11, 180, 10
 _LAST_LINES = 12
+SETBACK_S = 0.5
+"""After a fault of the host, as a worker of a run waits: a lane whose GPU is gone should not take others' work."""
 _ROUNDS = 20
 _END = "a lane has come to the end of a phase"
 _WARM = 3
@@ -102,6 +107,8 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 Group = tuple[Problem, list[Item]]
+LaneResults = tuple[list[Row], Counter[str]]
+"""The rows of a phase, and how often the host failed instead, by reason."""
 
 
 def verdicts(
@@ -129,7 +136,8 @@ def verdicts(
     are built beforehand, as farms do; those that do not compile are left out, because no bench sees them. Each number
     of lanes gets the same groups. What a lane has of them from before is gone, so references are made anew. `a_second`
     leaves out the first and the last second of a phase, when not all lanes are at work; `answers_a_second` counts the
-    answers that did not compile with it, which is what a run would wait for.
+    answers that did not compile with it, which is what a run would wait for. An answer that the host had no verdict for
+    (memory that others have, a process that was lost) is in no rate; `host_faults` counts them by their reason.
     """
     asked = Asked(
         lanes, shapes, alone_share, gpus, timing, references, profile, seconds, rows, timers, timing_gpus, backend
@@ -138,7 +146,7 @@ def verdicts(
         folder = Path(built or scratch).absolute()  # compilers run elsewhere
         made = _kept(folder, _WARM + groups, levels, shapes, backend)
         phases = _through_lanes(folder, made, asked)
-    found = {str(phase): summary(each) for phase, each in zip(asked.phases, phases, strict=False) if each}
+    found = {str(phase): summary(*each) for phase, each in zip(asked.phases, phases, strict=False)}
     return {**msgspec.structs.asdict(asked), **found}
 
 
@@ -186,18 +194,21 @@ def _group(builder: Builder, backend: str, number: int, problem: Problem) -> Gro
 # ── lanes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _through_lanes(folder: Path, made: list[Group], asked: Asked) -> list[list[Row]]:
-    """The rows of each phase. All lanes are warm from the beginning; some have nothing to do at first."""
+def _through_lanes(folder: Path, made: list[Group], asked: Asked) -> list[LaneResults]:
+    """What came of each phase. All lanes are warm from the beginning; some have nothing to do at first."""
     context = mp.get_context("spawn")
     works = [context.Queue() for _ in asked.phases]
     done, right, is_over = context.Queue(), context.Queue(), context.Value("i", -1)
     warm, chosen = made[:_WARM], made[_WARM:]
     given: list[tuple[Callable[..., None], tuple[Any, ...]]]
-    given = [(_lane, (folder, n, asked, warm, works, right, done, is_over)) for n in range(max(asked.lanes))]
+    given = [(lane, (folder, n, asked, warm, works, right, done, is_over)) for n in range(max(asked.lanes))]
     given += [(_timer, (folder, n, asked, warm, right, done)) for n in range(asked.timers)]
     processes = [
         context.Process(
-            target=reporting_failure, args=(done, what, args), name=f"{what.__name__[1:]} {args[1]}", daemon=True
+            target=reporting_failure,
+            args=(done, what, args),
+            name=f"{what.__name__.lstrip('_')} {args[1]}",
+            daemon=True,
         )
         for what, args in given
     ]
@@ -212,11 +223,12 @@ def _through_lanes(folder: Path, made: list[Group], asked: Asked) -> list[list[R
         for _ in range(phase.lanes):
             work.put(None)
         end = time.monotonic() + asked.seconds if asked.seconds else math.inf
-        phases.append(_rows(done, processes, phase.lanes, end, functools.partial(setattr, is_over, "value", number)))
-        found = summary(phases[-1]) if phases[-1] else {}
+        stop = functools.partial(setattr, is_over, "value", number)
+        phases.append(phase_rows(done, processes, phase.lanes, end, stop))
+        found = summary(*phases[-1])
         say(f"{phase}:", found)
         if asked.rows:
-            _write(Path(asked.rows), f"{asked.shapes}-{phase.lanes}-{phase.alone_share:.3g}", phases[-1], found)
+            _write(Path(asked.rows), f"{asked.shapes}-{phase.lanes}-{phase.alone_share:.3g}", phases[-1][0], found)
     for _ in range(asked.timers):
         right.put(None)
     for process in processes:
@@ -232,9 +244,9 @@ def _write(folder: Path, name: str, rows: list[Row], found: Result) -> None:
     (folder / f"summary-{name}.json").write_bytes(msgspec.json.encode(found))
 
 
-def _rows(done: Any, processes: list[Any], lanes: int, end: float, stop: Callable[[], None]) -> list[Row]:
+def phase_rows(done: Any, processes: list[Any], lanes: int, end: float, stop: Callable[[], None]) -> LaneResults:
     """Until so many lanes have said that they are at the end, for which they are asked at `end`."""
-    found: list[Row] = []
+    found, faults = list[Row](), Counter[str]()
     while lanes:
         try:
             said = next_said(done, processes, end)
@@ -244,7 +256,8 @@ def _rows(done: Any, processes: list[Any], lanes: int, end: float, stop: Callabl
             continue
         lanes -= said is None
         found += [said] if isinstance(said, Row) else []
-    return found
+        faults.update([said.reason] if isinstance(said, HostFault) else [])
+    return found, faults
 
 
 def next_said(done: Any, processes: list[Any], end: float = math.inf) -> Any:
@@ -285,13 +298,13 @@ def reporting_failure(done: Any, what: Callable[..., None], args: tuple[Any, ...
         sys.exit(1)
 
 
-def _lane(
+def lane(
     folder: Path, number: int, asked: Asked, warm: list[Group], works: list[Any], right: Any, done: Any, is_over: Any
 ) -> None:
     """Takes one group after the other."""
     share = min(1.0, asked.verifying / max(asked.lanes))
     timing = asked.timing and not asked.timers
-    with _judging(folder, f"cuda:{number % asked.verifying}", asked, share, warm, timing) as (judge, windows):
+    with judging(folder, f"cuda:{number % asked.verifying}", asked, share, warm, timing) as (judge, windows):
         done.put(f"lane {number} is warm{_neighbours(judge)}")
         meter = cProfile.Profile() if asked.profile else None
         if meter is not None:
@@ -303,7 +316,9 @@ def _lane(
             bench.options = msgspec.structs.replace(bench.options, alone_share=phase.alone_share)
             for problem, item in _items(work, is_over, place):
                 row, report = _judged(judge, problem, item, timing, windows)
-                if asked.timers and row.fault == Fault.OK:
+                if isinstance(row, HostFault):
+                    done.put(row)
+                elif asked.timers and row.fault == Fault.OK:
                     done.put(msgspec.structs.replace(row, is_last=False))
                     right.put((problem, item, report))
                 else:
@@ -332,7 +347,7 @@ def _timer(folder: Path, number: int, asked: Asked, warm: list[Group], right: An
     """Times what lanes have found right."""
     device = f"cuda:{asked.gpus - 1 - number % asked.timing_gpus}"
     share = min(1.0, asked.timing_gpus / asked.timers)
-    with _judging(folder, device, asked, share, warm, True, is_light=True) as made:
+    with judging(folder, device, asked, share, warm, True, is_light=True) as made:
         judge, windows = made
         done.put(f"timer {number} is warm")
         while (one := right.get()) is not None:
@@ -344,7 +359,7 @@ def _timer(folder: Path, number: int, asked: Asked, warm: list[Group], right: An
 
 
 @contextlib.contextmanager
-def _judging(
+def judging(
     folder: Path, device: str, asked: Asked, share: float, warm: list[Group], timing: bool, **more: Any
 ) -> Iterator[tuple[Judge, _Windows]]:
     """A judge that has judged something already."""
@@ -387,15 +402,23 @@ class _Windows:
 
 def _judged(
     judge: Judge, problem: Problem, item: Item, timing: bool, windows: _Windows, verified: BenchReport | None = None
-) -> tuple[Row, BenchReport]:
+) -> tuple[Row | HostFault, BenchReport | None]:
+    """With its report; a bench in a run gives back what the host fails at, and goes on, too."""
     begun = time.time()
     windows.seconds.clear()
     pieces = dict[str, float]()
     token = spans.set(pieces)
     more: dict[str, Any] = {"tick": windows.turns.breathe, "verified": verified, "group": problem.problem_id}
-    with windows.turns.working():
-        report = judge.judge(problem, item.candidate, item.build, timing=timing, **more)
-    spans.reset(token)
+    try:
+        with windows.turns.working():
+            report = judge.judge(problem, item.candidate, item.build, timing=timing, **more)
+    except (InfraError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, InfraError | MemoryError) and not is_out_of_memory(error):
+            raise
+        time.sleep(SETBACK_S)
+        return HostFault.of(error, problem.problem_id), None
+    finally:
+        spans.reset(token)
     ended, verdict, timed = time.time(), report.verdict, report.timing
     for stage in report.stages:
         windows.seconds[stage.name] += stage.seconds

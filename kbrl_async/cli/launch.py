@@ -12,7 +12,6 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shlex
@@ -21,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TextIO
@@ -29,7 +29,8 @@ import msgspec
 from honcho.manager import SYSTEM_PRINTER_NAME, Manager
 from honcho.printer import Message, Printer
 
-from kbrl_async.errors import AddressTaken, RunError
+from kbrl_async import durable
+from kbrl_async.errors import RunError
 from kbrl_async.lineage import LAUNCHER, identity
 from kbrl_async.runs.telemetry import progress
 from kbrl_async.runs.telemetry.logs import OF_THE_RUN, STATUS_LINE
@@ -314,23 +315,13 @@ def start_and_wait(
         return _wait(run_dir, counts, command, output or sys.stdout)
 
 
-@contextlib.contextmanager
-def _alone(run_dir: Path) -> Iterator[None]:
+def _alone(run_dir: Path) -> AbstractContextManager[None]:
     """Two launchers of one run would start two of each process. The lock is held until all that was started is gone.
 
     :raises AddressTaken: another one has it.
     """
-    with (run_dir / LOCK).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            cause = f"{run_dir} is held by process {file.read().strip() or '?'}: its run is going on"
-            raise AddressTaken(cause, "Watch it with 'kbrl top', or stop that process first") from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        yield
+    cure = "Watch it with 'kbrl top', or stop that process first"
+    return durable.alone(run_dir / LOCK, why="its run is going on", cure=cure)
 
 
 def _wait(run_dir: Path, counts: Mapping[str, int], command: Callable[[str], str], output: TextIO) -> ProcessesEnded:

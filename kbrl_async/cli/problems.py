@@ -225,7 +225,9 @@ def _avoided(args: argparse.Namespace) -> list[Problem]:
 
 def _cause(reason: str) -> str:
     """Reasons that quote the row's own words, as one."""
-    return re.sub(r"^(cannot_run: \w+|its reference fails [^:]+|fixed_device).*", r"\1", reason, flags=re.DOTALL)
+    return re.sub(
+        r"^(cannot_run: \w+|its reference fails [^:]+|fixed_device|keeps_state).*", r"\1", reason, flags=re.DOTALL
+    )
 
 
 def _kind(reason: str) -> str:

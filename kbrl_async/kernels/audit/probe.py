@@ -1,4 +1,4 @@
-"""Runs one problem's reference in a child of its own: cheap outputs at KernelBench's tolerances, randomness, casts.
+"""Runs one problem's reference in a child of its own: cheap outputs at KernelBench's tolerances, chance, state, casts.
 
 On the CPU the child is confined like a candidate's; with `device="cuda"` it runs in the worker process itself, because
 problems are read before they are used and their files are not hostile. What is found is sent step by step, so that
@@ -17,9 +17,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 import torch
 
-from kbrl_async.kernels.audit import trials
+from kbrl_async.kernels.audit import state, trials
 from kbrl_async.kernels.problems import model_contract as contract
-from kbrl_async.kernels.problems.audit_file import FIXED_DEVICE, HALF, KERNELBENCH, AuditFinding, OutputTrial
+from kbrl_async.kernels.problems.audit_file import (
+    FIXED_DEVICE,
+    HALF,
+    KEEPS_STATE,
+    KERNELBENCH,
+    RANDOM,
+    AuditFinding,
+    OutputTrial,
+)
 from kbrl_async.kernels.sandbox import Isolation
 
 FIGURES = {KERNELBENCH: 1e-4, HALF: 1e-2}
@@ -27,17 +35,21 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 _ELSEWHERE = re.compile(r"(?=.*\bcpu\b).*(expected device|same device)", re.DOTALL)
 _RANDOM_SHARE = 1e-5
 """Of the output's scale: larger differences between two runs are not rounding in another order."""
+_STEPS = 2.0
+"""Of the output's type and scale: so far apart may be what two models answer whose weights lie in other places."""
+_OTHER_SEED = 4
+"""Of what a call draws itself: a candidate need not draw the same."""
 
 
 class AuditTask(msgspec.Struct, frozen=True):
     source: str
     device: str = "cpu"
     part: str = "scores"
-    """`scores`: randomness and cheap outputs; `casts`: what casting everything to one type does."""
+    """`scores`: randomness, cheap outputs and state; `casts`: what casting everything to one type does."""
     seeds: tuple[int, ...] = (1, 2, 3)
 
 
-Step = Literal["start", "run", "trials", "casts"]
+Step = Literal["start", "run", "trials", "state", "casts"]
 
 
 class AuditProbe(msgspec.Struct, frozen=True):
@@ -67,7 +79,7 @@ def read(data: bytes) -> AuditProbe | None:
 
 Send = Callable[[AuditProbe], None]
 _Next = Callable[[AuditProbe], AuditProbe]
-LAST: dict[str, Step] = {"scores": "trials", "casts": "casts"}
+LAST: dict[str, Step] = {"scores": "state", "casts": "casts"}
 
 
 def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
@@ -81,9 +93,10 @@ def run(task: AuditTask, send: Send) -> None:
     """Every step, each told as it ends. What the problem raises is told too."""
     steps = _Steps(task)
     last = AuditProbe("start")
-    second: dict[Step, _Next] = {"trials": steps.cheap} if task.part == "scores" else {"casts": steps.casts}
+    parts: dict[str, dict[Step, _Next]]
+    parts = {"scores": {"trials": steps.cheap, "state": steps.state}, "casts": {"casts": steps.casts}}
     first: dict[Step, _Next] = {"run": steps.first}
-    for name, step in (first | second).items():
+    for name, step in (first | parts[task.part]).items():
         try:
             last = msgspec.structs.replace(step(last), step=name)
         except Exception as error:  # the problem's own code: whatever it raises is a result of the audit
@@ -106,11 +119,12 @@ class _Steps:
         self.model: torch.nn.Module | None = None
         self.inputs: list[Any] = []
         self.expected: list[torch.Tensor] = []
+        self.later: list[torch.Tensor] = []
+        """Of the inputs of the second seed, when others had been asked for before."""
 
     def first(self, probe: AuditProbe) -> AuditProbe:
         """Build it, run it twice on the same inputs."""
-        self.module = contract.load("problem", self.task.source)
-        self.model = self._build()
+        self.model = self._anew()
         self.inputs = self._draw(self.task.seeds[0])
         before = [_checksum(item) for item in self.inputs]
         self.expected = self._forward(self.inputs)
@@ -124,10 +138,8 @@ class _Steps:
             found.append(AuditFinding("mutates_inputs", f"forward changes input {changed[0]}"))
             self.inputs = self._draw(self.task.seeds[0])
         again = self._forward(self.inputs)
-        worst = trials.all_fit(again, self.expected, 0.0).worst
-        if worst > _RANDOM_SHARE * max(scale, 1e-30):
-            text = f"two runs on the same inputs differ by {worst:.3g}; the largest output is {scale:.3g}"
-            found.append(AuditFinding("random", text))
+        if not _are_same(again, self.expected):
+            found.append(self._unsteady(f"{_apart(again, self.expected)}; the largest output is {scale:.3g}"))
         if not self.expected or not any(tensor.numel() for tensor in self.expected):
             raise ValueError("forward returns no tensor with elements")
         outputs = tuple(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in self.expected)
@@ -135,13 +147,14 @@ class _Steps:
 
     def cheap(self, probe: AuditProbe) -> AuditProbe:
         """Outputs that do not do the work, at KernelBench's two tolerances, on inputs of every seed."""
+        self.later = self._forward(self._draw(self.task.seeds[1]))  # before anything else of another shape is asked
         names = ("zeros", "constant", "input_independent", "half_rows", "half_batch")
         fits: dict[tuple[str, str], list[trials.Fit]] = {(n, f): [] for n in names for f in FIGURES}
         seen = self.expected
         typical = trials.constants(seen)
         for number, seed in enumerate(self.task.seeds):
             given = self.inputs if number == 0 else self._draw(seed)
-            expected = seen if number == 0 else self._forward(given)
+            expected = (seen, self.later)[number] if number < 2 else self._forward(given)
             offers = {"zeros": trials.zeros(expected), "half_rows": trials.half_rows(expected)}
             if number > 0:
                 offers |= {"constant": typical, "input_independent": seen}
@@ -153,6 +166,58 @@ class _Steps:
         made = tuple(trials.trial(name, tolerance, listed) for (name, tolerance), listed in fits.items() if listed)
         found = tuple(finding(trial) for trial in made if trial.passes)
         return msgspec.structs.replace(probe, findings=(*probe.findings, *found), trials=made)
+
+    def state(self, probe: AuditProbe) -> AuditProbe:
+        """Whether a first call leaves behind what later answers depend on: one that was asked for other inputs before,
+        and one that was not, as are two candidates whose inputs come in another order.
+        """
+        if {RANDOM, KEEPS_STATE} & {one.kind for one in probe.findings}:
+            return probe
+        self.model, self.inputs = None, []  # the new one gets its room
+        try:
+            text = self._left_behind()
+        except Exception:  # the problem's own code, which may not be loaded twice: then this is not known
+            return probe
+        found = [AuditFinding(KEEPS_STATE, text)] if text else []
+        return msgspec.structs.replace(probe, findings=(*probe.findings, *found))
+
+    def _left_behind(self) -> str:
+        """What, or nothing."""
+        model = self._anew()
+        given = self._draw(self.task.seeds[1])
+        contract.seed(_OTHER_SEED)
+        found = self._forward(given, model)
+        if _are_same(found, self.later, _STEPS):
+            return ""
+        model = self._anew()
+        before, given = state.kept(model), self._draw(self.task.seeds[0])
+        if not _are_same(self._forward(given, model), self.expected, _STEPS):
+            return ""  # it is built of numbers that no seed decides, and a candidate is given those
+        text = f"answers to the same inputs differ by {_apart(found, self.later)} with the inputs of the first call"
+        return f"{text}{_of(state.changed(before, state.kept(model)))}"
+
+    def _unsteady(self, apart: str) -> AuditFinding:
+        """Of one that answers the same inputs in two ways: by chance, or, where what it draws is the same too, because
+        the call before has changed something.
+        """
+        text = f"two runs on the same inputs differ by {apart}"
+        try:
+            (first, second, what), (again, *_) = self._twice(), self._twice()
+        except Exception:  # the problem's own code; what is known is enough to leave it out
+            return AuditFinding(RANDOM, text)
+        if _are_same(first, again) and not _are_same(first, second):
+            return AuditFinding(KEEPS_STATE, f"{text}{what}")
+        return AuditFinding(RANDOM, text)
+
+    def _twice(self) -> tuple[list[torch.Tensor], list[torch.Tensor], str]:
+        """Two answers of a new one to the same inputs with the same draws, and what it has changed."""
+        model, answers = self._anew(), []
+        before = state.kept(model)
+        for _ in range(2):
+            given = self._draw(self.task.seeds[0])
+            contract.seed(_OTHER_SEED)
+            answers.append(self._forward(given, model))
+        return answers[0], answers[1], _of(state.changed(before, state.kept(model)))
 
     def casts(self, probe: AuditProbe) -> AuditProbe:
         """Everything cast to one type, as KernelBench does: what integers among the inputs say to that."""
@@ -207,6 +272,12 @@ class _Steps:
         except Exception:  # the problem's own code: a reference that needs whole batches has no half
             return None
 
+    def _anew(self) -> torch.nn.Module:
+        """One that was never called, of a module whose names nothing was written to; what that draws is the same."""
+        contract.seed(0)
+        self.module = contract.load("problem", self.task.source)
+        return self._build()
+
     def _build(self) -> torch.nn.Module:
         contract.seed(0)
         args, kwargs = contract.arguments(self.module.__dict__["get_init_inputs"]())
@@ -231,13 +302,33 @@ class _Steps:
             return make()
 
     def _forward(self, given: list[Any], model: torch.nn.Module | None = None) -> list[torch.Tensor]:
-        return _tensors((model or self.model)(*given))  # type: ignore[misc]
+        asked = model or self.model
+        assert asked is not None
+        return state.apart_from(asked, _tensors(asked(*given)))
 
 
 def finding(trial: OutputTrial) -> AuditFinding:
     """For a trial that passes."""
     text = f"passes on {trial.passed} of {trial.inputs} input sets; largest error {trial.worst_error:.3g}"
     return AuditFinding(trial.name, text, trial.tolerance)
+
+
+def _apart(got: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
+    shapes = [[list(tensor.shape) for tensor in each] for each in (got, expected)]
+    return f"{trials.all_fit(got, expected, 0.0).worst:.3g}" if shapes[0] == shapes[1] else "their shapes"
+
+
+def _are_same(got: list[torch.Tensor], expected: list[torch.Tensor], steps: float = 0.0) -> bool:
+    """But for rounding in another order, or `steps` of the outputs' type where that is more."""
+    if [tensor.shape for tensor in got] != [tensor.shape for tensor in expected]:
+        return False
+    scale = max((_scale(tensor) for tensor in expected), default=0.0)
+    step = max((torch.finfo(tensor.dtype).eps for tensor in expected if tensor.is_floating_point()), default=0.0)
+    return trials.all_fit(got, expected, 0.0).worst <= max(_RANDOM_SHARE, steps * step) * max(scale, 1e-30)
+
+
+def _of(names: str) -> str:
+    return f": forward changes {names}" if names else ""
 
 
 def _fits_in_shape(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:

@@ -27,7 +27,15 @@ from kbrl_async.kernels import sandbox
 from kbrl_async.kernels.audit import ours, probe
 from kbrl_async.kernels.audit.probe import AuditProbe, AuditTask
 from kbrl_async.kernels.audit.wire import AuditOptions, AuditProgress
-from kbrl_async.kernels.problems.audit_file import CLEAN, FLAGGED, NOT_AUDITED, AuditFinding, ProblemAudit, problem_hash
+from kbrl_async.kernels.problems.audit_file import (
+    CANNOT_RUN,
+    CLEAN,
+    FLAGGED,
+    NOT_AUDITED,
+    AuditFinding,
+    ProblemAudit,
+    problem_hash,
+)
 from kbrl_async.kernels.sandbox import Isolation, Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import bench_options
@@ -183,7 +191,7 @@ def _with_scores(audit: ProblemAudit, found: AuditProbe, isolation: str, seconds
     """What a probe says so far. An error that is the problem's own is a finding, too little room is none."""
     findings, reason = found.findings, found.error
     if found.error and not found.out_of_memory and found.step == "run":
-        findings = (*findings, AuditFinding("cannot_run", found.error))
+        findings = (*findings, AuditFinding(CANNOT_RUN, found.error))
     return msgspec.structs.replace(
         audit,
         reason=reason,

@@ -133,10 +133,12 @@ class Verifier:
         problems: str = "",
         tick: Tick = no_tick,
         watch: Watch | None = None,
+        built: BuildReport | None = None,
     ) -> Result:
         """The whole funnel, as `verify` describes it; but a `str` is always the text of a candidate, which may be a
         model's response of one line, and a file is a `Path`. `tick` is called before each step and between those of the
-        bench; what it raises ends the work and passes through. `watch` as in `Bench.evaluate`.
+        bench; what it raises ends the work and passes through. `watch` as in `Bench.evaluate`. `built`: what another
+        Verifier with the same store has built of the candidate.
         """
         assert self._builder is not None, "a Verifier is used inside its with block"
         clock = StageClock()
@@ -157,7 +159,7 @@ class Verifier:
             candidate = reading.candidate
         clock.ends("format", detail=f"taken from a {origin}")
         timed = self.options.timing if timing is None else timing
-        return self._judge(problem, candidate, clock.reports, origin, timed, tick, watch)
+        return self._judge(problem, candidate, clock.reports, origin, timed, tick, watch, built)
 
     def build(self, candidate: Candidate, problem: Problem | None) -> BuildReport:
         """The first half alone, for what this host can't run."""
@@ -173,12 +175,13 @@ class Verifier:
         timing: bool,
         tick: Tick,
         watch: Watch | None,
+        built: BuildReport | None,
     ) -> Result:
         assert self._builder is not None
         tick()
         device = choose_device(candidate.backend, self._device)
         self._start_ahead(device, candidate.backend)
-        build = self._builder.build(candidate, problem)
+        build = built or self._builder.build(candidate, problem)
         result = Result(
             problem.problem_id,
             candidate.backend,

@@ -18,7 +18,14 @@ from kbrl_async import durable
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.audit import Auditor, Limits
 from kbrl_async.kernels.importing.found import Found
-from kbrl_async.kernels.problems.audit_file import CLEAN, FIXED_DEVICE, FLAGGED, ProblemAudit
+from kbrl_async.kernels.problems.audit_file import (
+    CANNOT_RUN,
+    CLEAN,
+    FIXED_DEVICE,
+    FLAGGED,
+    KEEPS_STATE,
+    ProblemAudit,
+)
 from kbrl_async.kernels.problems.contract import parse_problem
 from kbrl_async.kernels.problems.declared import declared
 from kbrl_async.kernels.problems.sources.folder import INDEX
@@ -27,10 +34,13 @@ from kbrl_async.kernels.syntax.scope import INPUT_MAKERS
 from protocols.records import Problem
 
 JOURNAL = "import.jsonl"
+LOCK = ".importer"
 TAKEN, UNTRIED, LEFT = "taken", "taken, not tried", "left out"
 ENDED = "its process ended"
 STAYS = f"{FIXED_DEVICE}: a GPU's inputs meet tensors of its own that stay on the CPU"
 FAILS = "its reference fails on inputs that candidates meet"
+_TOLD = (CANNOT_RUN, KEEPS_STATE)
+"""Flags that say little without what was seen."""
 _NO_ROOM = re.compile(r"memory|does not fit|would need|longer than|deadline|no result after")
 AHEAD = 4
 """Rows waiting for each worker: enough to keep it busy, few enough for a data set of any size."""
@@ -61,11 +71,20 @@ class Importer:
         self._known: dict[str, ImportedRow] = {}
         self._structures: set[str] = set()
         self._names: set[str] = set()
-        self._read_journal()
 
     def run(self, found: Iterable[Found]) -> Iterator[ImportedRow]:
-        """Each row's fate, in order; those of an earlier run at once. The index is written at the end."""
+        """Each row's fate, in order; those of an earlier run at once. The index is written at the end.
+
+        :raises AddressTaken: another import is writing the folder.
+        """
         self.out.mkdir(parents=True, exist_ok=True)
+        cure = "Wait for its end, stop that process, or import into another folder"
+        with durable.alone(self.out / LOCK, why="an import is going on", cure=cure):
+            self._read_journal()  # nobody adds to it from now on
+            yield from self._rows(found)
+            self._write_index()
+
+    def _rows(self, found: Iterable[Found]) -> Iterator[ImportedRow]:
         auditors: SimpleQueue[Auditor] = SimpleQueue()
         for _ in range(self.jobs):
             auditors.put(Auditor(self.limits))
@@ -81,7 +100,6 @@ class Importer:
                 pool.shutdown(cancel_futures=True)
                 while not auditors.empty():
                     auditors.get().close()
-        self._write_index()
 
     def _start(
         self, found: Found, pool: ThreadPoolExecutor, auditors: SimpleQueue[Auditor]
@@ -121,10 +139,9 @@ class Importer:
         """Writes the file of what is sound, or could not be tried for want of room."""
         row = msgspec.structs.replace(row, seconds=audit.seconds)
         if audit.status == FLAGGED:
-            first = audit.findings[0] if audit.findings else None
-            flag = next(iter(audit.flags), first.flag if first else "")
-            why = f"{flag}: {first.evidence[:160]}" if first and flag == "cannot_run" else flag
-            return msgspec.structs.replace(row, reason=why)
+            flag = next(iter(audit.flags), "")
+            told = next((f.evidence for f in audit.findings if f.flag == flag and flag in _TOLD), "")
+            return msgspec.structs.replace(row, reason=f"{flag}: {told[:160]}" if told else flag)
         if audit.status != CLEAN and ENDED in audit.reason:
             return msgspec.structs.replace(row, reason=f"{ENDED} itself, or for want of memory")
         if _fails(audit):

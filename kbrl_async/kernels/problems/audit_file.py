@@ -25,7 +25,8 @@ AUDIT_FILE = "audit.json"
 CLEAN, FLAGGED, NOT_AUDITED = "clean", "flagged", "not_audited"
 OURS, KERNELBENCH, HALF = "ours", "kernelbench", "kernelbench_half"
 FIXED_DEVICE = "fixed_device"
-_ABOUT_NO_TOLERANCE = ("random", "cannot_run")
+RANDOM, KEEPS_STATE, CANNOT_RUN = "random", "keeps_state", "cannot_run"
+_ABOUT_NO_TOLERANCE = (RANDOM, KEEPS_STATE, CANNOT_RUN)
 
 
 class OutputTrial(msgspec.Struct, frozen=True):
@@ -52,8 +53,8 @@ class AuditFinding(msgspec.Struct, frozen=True):
     """Something that makes a problem's scores say less than they seem to."""
 
     kind: str
-    """A trial's name, `random`, `mutates_inputs`, `dtype_cast`, `cannot_run`, or `fixed_device`: tensors of its own
-    stay on the CPU, so that it runs on no GPU.
+    """A trial's name, `random`, `mutates_inputs`, `dtype_cast`, `cannot_run`, `keeps_state`: what a call leaves behind
+    changes later answers; or `fixed_device`: tensors of its own stay on the CPU, so that it runs on no GPU.
     """
     evidence: str
     tolerance: str = ""

@@ -1,8 +1,10 @@
-"""flashinfer-trace: a JSON a definition (axes, inputs, `reference` with `run`), and workloads as JSONL.
+"""flashinfer-trace: a JSON a definition (axes, inputs, `reference` with a function), and workloads as JSONL.
 
 ::
 
-    definition ─▶ Model around run, get_inputs(axis=…, scalar=…)        workloads ─▶ rows of WORKLOADS, six at most
+    definition ─▶ Model around its function, get_inputs(axis=…, scalar=…)   workloads ─▶ rows of WORKLOADS, six at most
+
+The function is `run`, as the format has it; else the one that the definition names, else the only public one.
 
 Small integers that a workload keeps in a safetensors file beside it stand in the problem's text. Without that file,
 and without a workload, integers are drawn by what their names mean: offsets rise, page numbers stay below the number
@@ -21,7 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from kbrl_async.kernels.importing.found import Found, LeftOut, parsed, stem_of, with_model_of
+from kbrl_async.kernels.problems.contract import bound_names
+from kbrl_async.kernels.syntax.scope import INPUT_MAKERS
 
+USUAL = "run"
+NAMED_BY = ("entry_point", "name", "op_type")
+"""What of a definition may name its function, `main.py::attention` too."""
 BATCH, AXIS, TOP = 8, 64, 8
 """Of a variable axis without a workload: batches, anything else; and `k` of a selection."""
 CASES = 6
@@ -78,7 +85,8 @@ def _workloads(place: Path) -> Mapping[str, list[Mapping[str, Any]]]:
 
 
 def _source(definition: Mapping[str, Any], workloads: Sequence[Mapping[str, Any]], place: Path) -> str:
-    inputs = _as_called(definition["reference"], definition["inputs"])
+    function = _function(definition)
+    inputs = _as_called(definition["reference"], function, definition["inputs"])
     totals = _totals(definition)
     made = [_maker(name, spec, totals.get(name, "")) for name, spec in inputs.items()]
     kept = _kept(inputs, workloads, place)
@@ -87,7 +95,7 @@ def _source(definition: Mapping[str, Any], workloads: Sequence[Mapping[str, Any]
             made[number] = f"torch.tensor(_{name.upper()}[case], dtype=torch.{inputs[name]['dtype']})"
     cases = _cases(definition, workloads, bool(kept))
     default = max((case for case, _ in cases), key=_size)
-    text = with_model_of(definition["reference"], "run")
+    text = with_model_of(definition["reference"], function)
     text += OFFSETS if any("_offsets(" in one for one in made) else ""
     text += "".join(f"\n_{name.upper()} = {values!r}\n" for name, values in kept.items())
     parameters = ", ".join(f"{name}={value!r}" for name, value in default.items())
@@ -102,9 +110,30 @@ def _source(definition: Mapping[str, Any], workloads: Sequence[Mapping[str, Any]
     return text + (f"\n\nWORKLOADS = {rows!r}\n" if len(rows) > 1 else "")
 
 
-def _as_called(reference: str, inputs: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-    """In the order of `run`'s parameters, where it has the same: a definition is called by names."""
-    made = [n for n in parsed(reference) if isinstance(n, ast.FunctionDef) and n.name == "run"]
+def _function(definition: Mapping[str, Any]) -> str:
+    """The name of the reference's function.
+
+    :raises LeftOut: there is none, or it is not clear which.
+    """
+    body = parsed(definition.get("reference") or "")
+    if USUAL in bound_names(body):
+        return USUAL
+    made = {node.name for node in body if isinstance(node, ast.FunctionDef)} - INPUT_MAKERS
+    if not made:
+        raise LeftOut("without a reference")
+    named = [str(definition.get(key) or "").rpartition("::")[2].rpartition(".")[2] for key in NAMED_BY]
+    public = [name for name in made if not name.startswith("_")]
+    function = next((name for name in named if name in made), public[0] if len(public) == 1 else "")
+    if not function:
+        raise LeftOut("several functions in its reference, none named")
+    return function
+
+
+def _as_called(
+    reference: str, function: str, inputs: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Mapping[str, Any]]:
+    """In the order of the function's parameters, where it has the same: a definition is called by names."""
+    made = [n for n in parsed(reference) if isinstance(n, ast.FunctionDef) and n.name == function]
     names = [arg.arg for node in made for arg in node.args.args]
     return {name: inputs[name] for name in names} if sorted(names) == sorted(inputs) else inputs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,81 @@ def test_what_makes_a_score_meaningless_is_found(auditor: Auditor, forward: str,
     assert flag in flags(audit), audit
     assert all(finding.evidence for finding in audit.findings)
     assert (audit.status == "flagged") == bool(audit.flags)
+
+
+STATEFUL = """
+import random
+import time
+import torch
+import torch.nn as nn
+
+CACHE = {}
+DRAWN = torch.rand(64)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.BatchNorm1d(64)
+        self.inner.calls, self.inner.kept, self.inner.layer = 0, [], None
+        self.register_buffer("total", torch.zeros(64))
+
+    def forward(self, x):
+        inner = self.inner
+        BODY
+
+def get_inputs():
+    return [torch.randn(8, 64) * DRAWN]
+
+def get_init_inputs():
+    return []
+"""
+
+
+def stateful(body: str) -> Problem:
+    return parse_problem(STATEFUL.replace("BODY", "\n        ".join(body.splitlines())), "L1/01_x")
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ("inner.calls += 1\nreturn torch.tanh(x) * inner.calls", "two runs .*: forward changes inner.calls"),
+        ("inner.kept.append(x)\nreturn torch.cat(inner.kept).tanh()", "their shapes.*inner.kept"),
+        ("self.total += x.sum(0)\nreturn self.total", "two runs .*: forward changes total"),
+        ("inner(x)\nreturn torch.tanh(x) - inner.running_mean", "two runs .* inner.running_mean"),
+        ("if not inner.kept:\n    inner.kept.append(x.amax(0))\nreturn x / inner.kept[0]", "first call.*inner.kept"),
+        ("CACHE.setdefault('peak', x.amax(0))\nreturn x / CACHE['peak']", "the inputs of the first call$"),
+        ("inner.layer = inner.layer or nn.Linear(64, 8)\nreturn inner.layer(x)", "first call.*inner.layer"),
+    ],
+)  # fmt: skip
+def test_state_that_a_call_leaves_behind_is_named(auditor: Auditor, body: str, what: str) -> None:
+    """A candidate has a state of its own: honest ones would be wrong, whose inputs come in another order."""
+    audit = auditor.audit(stateful(body))
+    assert (audit.status, "keeps_state" in audit.flags, "random" in audit.flags) == ("flagged", True, False), audit
+    (found,) = [finding for finding in audit.findings if finding.kind == "keeps_state"]
+    assert re.search(what, found.evidence), found
+    asked = Problem("L1/01_x", 1, "x", "", flags=audit.flags)
+    assert usable([asked]) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "flag"),
+    [
+        ("inner.calls += 1\nreturn torch.tanh(x)", ""),
+        ("return inner(x)", ""),
+        ("if not inner.kept:\n    inner.kept.append(torch.ones(64, 64).triu())\nreturn x.tanh() @ inner.kept[0]", ""),
+        ("torch.manual_seed(7)\ninner.layer = inner.layer or nn.Linear(64, 8)\nreturn inner.layer(x)", ""),
+        ("return x.tanh() * self.factor", ""),
+        ("return nn.functional.dropout(x)", "random"),
+        ("return torch.tanh(x) * (time.perf_counter_ns() % 97)", "random"),
+        ("inner.calls += 1\nreturn torch.tanh(x) * random.random()", "random"),
+    ],
+)  # fmt: skip
+def test_what_changes_no_answer_is_no_state_and_what_is_drawn_is_random(auditor: Auditor, body: str, flag: str) -> None:
+    asked = stateful(body)
+    if "factor" in body:  # of no seed: a candidate is given the number
+        line = "self.factor = nn.Parameter(torch.tensor(time.perf_counter() % 7 + 1))"
+        asked = msgspec.structs.replace(asked, source=asked.source.replace("self.reg", f"{line}\n        self.reg"))
+    assert auditor.audit(asked).flags == ((flag,) if flag else ())
 
 
 def test_an_output_of_8_bits_is_looked_at(auditor: Auditor) -> None:
@@ -251,7 +327,7 @@ def test_progress_is_told_problem_by_problem(monkeypatch: pytest.MonkeyPatch) ->
     assert audit.version == audit_file.VERSION
 
 
-TRUE = probe.AuditProbe("trials", (AuditFinding("random", "x"),), (), ("float32[1]",), 1.0, 4)
+TRUE = probe.AuditProbe("state", (AuditFinding("random", "x"),), (), ("float32[1]",), 1.0, 4)
 
 
 @pytest.mark.parametrize(

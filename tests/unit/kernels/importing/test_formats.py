@@ -234,6 +234,42 @@ def test_flashinfer_trace_calls_by_names_and_has_tensors_of_no_dimension(tmp_pat
     assert float(outputs_of(one)) == 0.125
 
 
+HELPER = "def _one(x):\n    return 1\n\n\n"
+
+
+@pytest.mark.parametrize(
+    ("reference", "named"),
+    [
+        (HELPER + "def scaled(s, A):\n    return A * s * _one(A)", {}),
+        (HELPER.replace("_", "") + "def gemm(s, A):\n    return A * s * one(A)", {}),
+        (HELPER.replace("_", "") + "def scaled(s, A):\n    return A * s", {"entry_point": "main.py::scaled"}),
+        ("def scaled(s, A):\n    return A * s\n\n\ndef get_inputs():\n    return []", {}),
+        ("class Gemm:\n    def __call__(self, A, s):\n        return A * s\n\n\nrun = Gemm()", {}),
+    ],
+)
+def test_a_reference_of_flashinfer_trace_may_have_another_name_than_run(
+    tmp_path: Path, reference: str, named: dict[str, object]
+) -> None:
+    (one,) = trace(tmp_path, [gemm_at(5)], gemm=definition(reference=reference, **named))
+    assert one.left_out == ""
+    assert outputs_of(one).shape == (5, 8)
+
+
+@pytest.mark.parametrize(
+    ("reference", "reason"),
+    [
+        ("def a(A, s):\n    return A\n\ndef b(A, s):\n    return s", "several functions in its reference, none named"),
+        ("", "without a reference"),
+        (None, "without a reference"),
+        ("import torch", "without a reference"),
+        ("def run(", "does not parse"),
+    ],
+)  # fmt: skip
+def test_what_has_no_one_function_is_left_out_and_says_so(tmp_path: Path, reference: str | None, reason: str) -> None:
+    (one,) = trace(tmp_path, [], gemm=definition(reference=reference))
+    assert one.left_out == reason
+
+
 @pytest.mark.parametrize("path", ["blob/kept.safetensors", "../kept.safetensors"])
 def test_integers_in_a_file_stand_in_the_text_and_a_path_out_of_the_place_is_not_read(
     tmp_path: Path, path: str

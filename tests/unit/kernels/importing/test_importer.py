@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kbrl_async.errors import AddressTaken
 from kbrl_async.kernels.audit import Auditor, Limits
 from kbrl_async.kernels.importing import JOURNAL, Found, ImportedRow, Importer
 from kbrl_async.kernels.problems import load_problems, parse_problem
@@ -37,6 +42,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Impor
         found("broken", "x @ torch.zeros(3, 3)"),
         found("hostile", "x", head="import os\nos._exit(0)"),
         found("near", "torch.sigmoid(x) * 3"),
+        found("first_call", "x / self.__dict__.setdefault('peak', x.amax())"),
         found("on_a_cpu_only", "torch.cos(x) + torch.ones(16)"),
         Found("odd", "", left_out="no source in it"),
         Found("empty", "import torch\n"),
@@ -55,6 +61,8 @@ def test_every_row_has_a_fate_and_a_reason(imported: tuple[Path, list[ImportedRo
     assert fates["L1/silent"][0] == fates["L1/broken"][0] == fates["L1/empty"][0] == "left out"
     assert "cannot_run" in fates["L1/broken"][1]
     assert "lacks" in fates["L1/empty"][1]
+    assert fates["L1/first_call"][1].startswith("keeps_state: answers to the same inputs differ by ")
+    assert fates["L1/first_call"][1].endswith(" with the inputs of the first call: forward changes peak")
     assert fates["L1/on_a_cpu_only"][1].startswith("fixed_device")
     assert fates["L1/hostile"] == ("left out", "its process ended itself, or for want of memory")
 
@@ -91,6 +99,44 @@ def test_the_next_run_goes_on_behind_the_journal(tmp_path: Path, monkeypatch: py
     assert [row.outcome for row in rows] == ["taken"] * 3
     assert tried == ["b", "c"]
     assert len(load_problems(str(first))) == 3
+
+
+def left_out(name: str) -> Found:
+    return Found(name, "", origin=f"{name}.py", left_out="no source in it")
+
+
+def test_a_second_import_into_a_folder_is_refused_and_finds_what_the_first_has_decided(tmp_path: Path) -> None:
+    out, rows = tmp_path / "out", [left_out(f"row{number}") for number in range(9)]
+    first, second = Importer(out, LIMITS, jobs=1), Importer(out, LIMITS, jobs=1)
+    going = first.run(rows)
+    next(going)
+    said = rf"out is held by process {os.getpid()}: an import is going on. Wait for its end, .* another folder"
+    with pytest.raises(AddressTaken, match=said):
+        list(second.run(rows))
+    list(going)
+    list(second.run(rows))
+    assert second.rows == first.rows
+    assert len((out / JOURNAL).read_text().splitlines()) == len(rows)
+
+
+def test_an_import_that_was_killed_holds_nothing(tmp_path: Path) -> None:
+    text = (
+        "import sys; from pathlib import Path\n"
+        "from kbrl_async.kernels.audit import Limits\n"
+        "from kbrl_async.kernels.importing import Found, Importer\n"
+        "going = Importer(Path(sys.argv[1]), Limits('cpu', 1.0, 1.0), jobs=1).run([Found('a', '', left_out='x')] * 9)\n"
+        "next(going); print(flush=True); sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", text, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    with pytest.raises(AddressTaken, match=f"process {process.pid}"):
+        list(Importer(tmp_path, LIMITS, jobs=1).run([left_out("b")]))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert len(list(Importer(tmp_path, LIMITS, jobs=1).run([left_out("b")]))) == 1
 
 
 @pytest.mark.parametrize(

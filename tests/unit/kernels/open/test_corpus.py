@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.harness.crew import rows_of
 from benchmarks.verification import adapters, corpus, posed
+from kbrl_async.kernels.funnel import Builder, Verifier
 from kbrl_async.kernels.problems import beside, load_file, parse_problem
 from tests.candidates import affine
 from tests.unit.kernels.open.test_honest import STYLES, c
@@ -67,6 +70,45 @@ def test_each_pair_has_an_outcome_and_bad_ones_are_nobodys_fault(folder: Path) -
     assert len(found["not_counted"]) == 12
     assert any("random or keeps state" in line for line in found["not_counted"])
     assert found["accused"] == ["decoy"]
+
+
+def test_benches_judge_what_the_jobs_have_built_and_a_share_is_judged_alone(folder: Path) -> None:
+    chosen = "^(right|wrong|unpaired|binary problem|random problem)$"
+    out = folder / "out.jsonl"
+    found = corpus.honest(corpus=folder, only=chosen, benches=2, alone_share=1.0, references=0, repeat=2, out=out)
+    rows = rows_of(out)
+    marks = ("# 0", "# 1", "# 0# alone", "# 1# alone")
+    assert {name: row["state"] for name, row in rows.items()} == {
+        **{f"right{mark}": "accepted" for mark in marks}, **{f"wrong{mark}": "refused" for mark in marks},
+        **{f"unpaired{mark}": "built" for mark in marks},
+        **{f"{name}{mark}": "problem" for name in ("binary problem", "random problem") for mark in marks[:2]},
+    }  # fmt: skip
+    assert found["alone"]["pairs"] == 6
+    assert found["alone"]["other_state"] == []
+    assert {"compile", "reference", "small_inputs"} <= found["alone"]["stages_s"].keys()
+    assert all(len(each) == 2 for each in found["alone"]["stages_s"].values())
+
+
+def test_a_bench_judges_what_a_job_has_built_and_builds_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = corpus.HowJudged(store=str(folder / "store"))
+    given = (folder / "right", "", None)
+    with corpus.building(how, 0, 1) as work:
+        build = work(given)["build"]
+    monkeypatch.setattr(Verifier, "build", None)
+    monkeypatch.setattr(Builder, "build", None)
+    with corpus.judging(how, 0, 1) as work:
+        row = work((*given[:2], build))
+    assert row["state"] == "accepted"
+    assert row["stages"].keys() >= {"compile", "reference"}
+
+
+def test_each_problems_reference_is_kept_where_none_is_too_many() -> None:
+    few, all_of_them = (corpus.HowJudged(references=number).options(4).bench for number in (2, 0))
+    assert few is not None
+    assert all_of_them is not None
+    assert (few.references, all_of_them.references) == (2, sys.maxsize)
+    assert few.reference_bytes < all_of_them.reference_bytes == all_of_them.limits.memory_bytes // 4
+    assert few.memory_share == 0.75
 
 
 def test_a_hostile_pair_has_to_be_refused_for_its_reason(folder: Path) -> None:
