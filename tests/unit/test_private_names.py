@@ -39,7 +39,7 @@ REMAINING: dict[str, tuple[int, str]] = {
     "tests/unit/kernels/verify/test_spared.py": (4, FORWARDS),
     "tests/unit/kernels/verify/test_starting.py": (3, FORWARDS),
     "tests/unit/kernels/verify/test_timed_alike.py": (26, FORWARDS),
-    "tests/unit/kernels/verify/test_watched.py": (7, FORWARDS),
+    "tests/unit/kernels/verify/test_watched.py": (9, FORWARDS),
     "tests/unit/kernels/verify/test_whole_temporaries.py": (13, FORWARDS),
 }
 """How many, and why there."""

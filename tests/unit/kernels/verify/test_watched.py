@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 from unittest.mock import Mock, patch
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -65,6 +67,21 @@ def unseen(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.tanh(x.numpy()))
 
 
+class Pool:
+    """Memory as torch's allocator hands it out: of what was given back the lowest, with whatever lies there."""
+
+    def __init__(self, size: int = 64) -> None:
+        self._blocks = [torch.full((size,), float(number)) for number in range(16)]
+        self._given: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def empty(self) -> torch.Tensor:
+        free = (n for n in range(len(self._blocks)) if n not in self._given or self._given[n]() is None)
+        number = next(free)
+        given = self._blocks[number][:]
+        self._given[number] = weakref.ref(given)
+        return given
+
+
 def turned(x: torch.Tensor) -> torch.Tensor:
     """Of a problem that only brings elements into another order."""
     return x.view(8, 8).t()
@@ -86,18 +103,24 @@ class Child:
         self.runner = cast(Any, CudaRunner.__new__(CudaRunner))
         self.runner.slots, self.runner.model = [[self.place]], forward
         self.runner._outs = [["where the output of slot 0 goes"]]
-        self.runner._shared = types.SimpleNamespace(view=lambda meta: self.arena.view_as(forward(self.place)))
-        self.launches = 0
+        shape = forward(self.place).shape
+        self.runner._shared = types.SimpleNamespace(view=lambda meta: self.arena.view(shape))
+        self.runner.last, self.runner.held = None, [None, None]
+        self.runner._places, self.runner._batch, self.runner.double = (lambda tensors: []), None, None
+        self.runner.channel = types.SimpleNamespace(send=self._told)
+        self._trace: wire.Trace | None = None
+
+    def _told(self, data: bytes) -> None:
+        self._trace = msgspec.msgpack.decode(data, type=wire.Done).trace
 
     def call(self, op: int, slot: int, deadline_s: float) -> ForwardOutcome:
-        if op in (wire.OP_MUTED, wire.OP_TRACE):
-            try:
-                result, trace = self.runner._traced(slot, op == wire.OP_MUTED)
-            except ValueError as error:
-                raise CandidateFault(Fault.RUNTIME_ERROR, str(error)) from error
-        else:
-            result, trace = self.runner.model(self.place), None
-        return ForwardOutcome(0, 0, 0, ["V", None], [] if result is None else [result], trace)
+        """Copies, as a child makes them: what it keeps itself is what its runner keeps."""
+        try:
+            self.runner._go(op, slot, 0)
+        except ValueError as error:
+            raise CandidateFault(Fault.RUNTIME_ERROR, str(error)) from error
+        result = [] if self.runner.last is None else [self.runner.last.clone()]
+        return ForwardOutcome(0, 0, 0, ["V", None], result, self._trace)
 
     def watched_forward(self, op: int, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
         self.arena.copy_(answer[0].reshape(-1))
@@ -140,6 +163,43 @@ def test_a_copy_of_the_librarys_result_is_a_decoy_where_it_is_only_watched(forwa
 
 def test_who_needs_its_own_kernels_passes() -> None:
     assert found_of(honest) is None
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+def test_memory_that_torch_hands_out_again_is_no_answer(answers: int) -> None:
+    """What a child keeps of earlier calls came back just when its kernels were off, with the answer to these very
+    inputs in it: each honest kernel that was watched, with an output of `torch.empty`, was a decoy. `answers`: of
+    outputs that it has of its own, in turns.
+    """
+    pool, own_outputs = Pool(), [torch.zeros(64) for _ in range(answers)]
+
+    def in_memory(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if RECORDER.tape is not None:
+            RECORDER.tape("own", (x, y), [])
+        RECORDER.call("own", lambda: y.copy_(torch.from_numpy(np.tanh(x.numpy()))))
+        return y
+
+    def keeps_its_outputs(x: torch.Tensor) -> torch.Tensor:
+        own_outputs.append(own_outputs.pop(0))
+        return in_memory(own_outputs[-1], x)
+
+    assert found_of(lambda x: in_memory(pool.empty(), x)) is None
+    assert found_of(keeps_its_outputs) is None
+
+
+def test_one_call_of_two_accuses_nobody() -> None:
+    muted: list[int] = []
+
+    def right_by_chance(x: torch.Tensor) -> torch.Tensor:
+        y = honest(x)
+        if RECORDER.is_muted:
+            muted.append(1)
+        return unseen(x) if RECORDER.is_muted and len(muted) == 1 else y
+
+    found = found_of(right_by_chance)
+    assert found is not None
+    assert (found.rule, found.fault) == ("no_own_kernel", Fault.UNPROVEN)
+    assert len(muted) == 2
 
 
 def test_a_kernel_that_nothing_needs_is_a_decoy() -> None:
