@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from kbrl_async.errors import InfraError
@@ -122,7 +123,16 @@ def make_trainer(config: Config, base: Path | str, device: str, process_group: P
         base_quantisation=config.learner.base_quantisation,
     )
     reference = reference_model(config, base, place)
-    return Trainer(model, config, place, reference=reference, process_group=process_group)
+    return Trainer(model, in_its_room(config, place), place, reference=reference, process_group=process_group)
+
+
+def in_its_room(config: Config, place: str) -> Config:
+    """With `learner.memory_gb` said where it is not and vLLM has a part of the same GPU."""
+    if config.learner.memory_gb or torch.device(place).type != "cuda":
+        return config
+    total = torch.cuda.get_device_properties(torch.device(place)).total_memory
+    learner = msgspec.structs.replace(config.learner, memory_gb=config.learner_share * total / 1e9)
+    return msgspec.structs.replace(config, learner=learner)
 
 
 def _sharded_trainer(config: Config, base: str, ranks: ProcessGroup) -> Trainer:

@@ -180,6 +180,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return self.weights.transport == "direct" or (self.weights.transport == "auto" and auto)
 
     @property
+    def learner_share(self) -> float:
+        """Of its GPU's memory, up to where the learner fills it where `learner.memory_gb` is 0."""
+        beside = self.sampler.memory_share if self.placement == "one_gpu" and self.sampler.engine == "vllm" else 0.0
+        return max(0.1, 0.9 - beside)
+
+    @property
     def punishes_overlong(self) -> bool:
         """Answers near max_tokens lose reward."""
         return self.learner.truncated == "penalise"

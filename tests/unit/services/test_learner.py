@@ -17,11 +17,12 @@ from kbrl_async.learning import kept
 from kbrl_async.learning.engine import LocalEngine
 from kbrl_async.learning.settings import Learner
 from kbrl_async.learning.trainer import Trainer
-from kbrl_async.runs.config import Config
+from kbrl_async.runs.config import Config, load
 from kbrl_async.weights import Canaries
 from protocols.records import TrainBatch, TrainGroup
 from services.learner import actor
 from services.learner.actor import Learning
+from services.learner.policy import in_its_room
 from tests.models import SMALLER, drawn_sample, tiny_model
 from tests.unit.services.log import Log
 
@@ -232,3 +233,13 @@ def test_a_batch_that_kills_the_learner_is_not_trained_again_at_its_start(tmp_pa
     again = learning(tmp_path)
     assert again.version == 1
     assert again.train(batch(1, 2), groups(2), nothing).policy_version == 2
+
+
+def test_beside_vllm_on_one_gpu_the_learner_is_told_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=100 * 10**9))
+    words = ["placement=one_gpu", "sampler.engine=vllm", "sampler.memory_share=0.4"]
+    config = load(overrides=words)
+    assert in_its_room(config, "cuda").learner.memory_gb == pytest.approx(50)
+    assert in_its_room(config, "cpu") is config
+    said = load(overrides=[*words, "learner.memory_gb=70"])
+    assert in_its_room(said, "cuda") is said

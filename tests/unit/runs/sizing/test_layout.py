@@ -13,7 +13,7 @@ from kbrl_async.runs.config import Config, load
 from kbrl_async.runs.config.placement import Gpu, wanted
 from kbrl_async.runs.sizing.advice import Wish, as_tree, capacity_of, recommend
 from kbrl_async.runs.sizing.footprint import GB
-from kbrl_async.runs.sizing.layout import check, misfit, tenants
+from kbrl_async.runs.sizing.layout import check, learning_of, misfit, tenants
 from kbrl_async.shapes import KNOWN
 
 H100, H200 = Gpu("0", "NVIDIA H100", 79.2), Gpu("0", "NVIDIA H200", 140.0)
@@ -53,6 +53,16 @@ def test_recipes_for_real_models_fit_the_gpus_that_they_name(name: str, shape: s
     assert (asked.learner.epochs, asked.learner.negative_scale, asked.learner.scale_advantages) == (1, 1, False)
     too_small = [msgspec.structs.replace(one, memory_gib=10.0) for one in host]
     assert misfit(asked, KNOWN[shape], too_small, HOST) is not None
+
+
+def test_a_learner_leaves_vllm_its_part_of_the_same_gpu() -> None:
+    """It took nine tenths, whatever else was there, and the benches found no memory."""
+    words = ("model_name=Qwen2.5-7B", "lora_rank=32", "sampler.engine=vllm", "sampler.memory_share=0.4")
+    shared, apart = config(*words, "placement=one_gpu"), config(*words, "placement=learner_apart")
+    rooms = [learning_of(one, KNOWN["Qwen2.5-7B"], 100 * GB).room for one in (shared, apart)]
+    assert rooms == pytest.approx([50 * GB, 90 * GB])
+    said = config(*words, "placement=one_gpu", "learner.memory_gb=70")
+    assert learning_of(said, KNOWN["Qwen2.5-7B"], 100 * GB).room == 70 * GB
 
 
 def test_a_sampler_that_holds_copies_in_fp32_is_named() -> None:
