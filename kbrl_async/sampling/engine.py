@@ -120,8 +120,6 @@ class EngineSetup(msgspec.Struct, frozen=True):
     computing: Computing
     told: Callable[[str], None]
     """Hears what keeps a start waiting."""
-    base: str = ""
-    """The model whose weights the first policy will be, where that is known before the policy is published."""
 
 
 class Engine(Protocol):

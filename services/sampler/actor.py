@@ -16,12 +16,11 @@ from kbrl_async.errors import InfraError, PolicyMismatch, PromptTooLong
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.rollouts.prompts.chat import PLAIN, chat_of
-from kbrl_async.runs.config import Config, sampler_threads
+from kbrl_async.runs.config import sampler_threads
 from kbrl_async.runs.telemetry.logs import bound
 from kbrl_async.sampling.engine import Engine, EngineSetup, EngineStats
 from kbrl_async.sampling.forced import Reciter, read_script
 from kbrl_async.sampling.settings import ENGINES
-from kbrl_async.weights import MANIFEST
 from protocols.messages import Stage, Task
 from protocols.records import Fault, Generation, PolicyVersion, RolloutRequest
 from protocols.rollout import PROMPT_TOO_LONG
@@ -257,23 +256,12 @@ async def start_engine(service: Service, worker: Worker, stop: asyncio.Event) ->
         progress=worker.progress,
         computing=worker.gate.unstoppable,
         told=service.log.info,
-        base=base_beside(config),
     )
     try:
         engine: Engine = await ENGINES.load(config.sampler.engine)(setup)
     except Stopped:
         return None
     return engine
-
-
-def base_beside(config: Config) -> str:
-    """The model that an engine may start with before its learner has published anything: full weights, from a model's
-    folder, learned on other GPUs. On the same ones the learner takes its memory first. Empty for none.
-    """
-    is_apart = config.placement in ("split", "learner_apart")
-    folder = Path(config.model_name).expanduser()
-    is_model = (folder / "config.json").is_file() and not (folder / MANIFEST).is_file()
-    return config.model_name if is_apart and is_model and not config.lora_rank else ""
 
 
 async def first_policy(service: Service, stop: asyncio.Event) -> tuple[PolicyVersion, Path]:

@@ -38,43 +38,17 @@ STATEFUL = ("layers_block_type", "linear_num_key_heads", "mamba_d_state", "ssm_s
 async def start(setup: EngineSetup) -> VLLMEngine:
     """The engine of `sampler.engine=vllm`, without a policy yet; takes half a minute to two.
 
-    It starts while the first policy is waited for, where its base is known; elsewhere vLLM is imported meanwhile: half
-    of what a start takes, and it needs no model.
+    vLLM is imported while the first policy is waited for: half of what a start takes, and it needs no model.
 
     :raises MissingTool: vLLM is not installed, or does not load.
     :raises ConfigError: `sampler.update` does not fit what is published.
     :raises HostError: it can't start.
     """
-    if setup.base:
-        return await _started_beside(setup)
     first, _ = await asyncio.gather(setup.first_policy(), asyncio.to_thread(preload, setup.device, setup.threads))
-    return await _launched(setup, options_of(setup, *first))
-
-
-async def _started_beside(setup: EngineSetup) -> VLLMEngine:
-    """With the base model; once more where the first policy turns out to need another start."""
-    await asyncio.to_thread(preload, setup.device, setup.threads)
-    early = options_for(setup, setup.base)
-    engine = await _launched(setup, early)
-    try:
-        options = options_of(setup, *await setup.first_policy())
-    except BaseException:
-        await engine.close()
-        raise
-    if options == early:
-        return engine
-    await engine.close()
-    return await _launched(setup, options)
-
-
-async def _launched(setup: EngineSetup, options: VLLMOptions) -> VLLMEngine:
+    options = options_of(setup, *first)
+    tokenizer = setup.load_tokenizer(options.model)
     return await launch(
-        options,
-        setup.load_tokenizer(options.model),
-        end_ids(options.model),
-        tick=setup.progress,
-        computing=setup.computing,
-        told=setup.told,
+        options, tokenizer, end_ids(options.model), tick=setup.progress, computing=setup.computing, told=setup.told
     )
 
 
@@ -84,24 +58,19 @@ def options_of(setup: EngineSetup, manifest: PolicyVersion, folder: Path) -> VLL
     if update not in ("auto", published):
         cause = f"sampler.update={update}, and the learner publishes {manifest.kind} versions"
         raise ConfigError(cause, "Use sampler.update=auto")
+    check_split(manifest.base_model, setup.settings.tensor_parallel)
     found = [json.loads(path.read_text()) for path in folder.rglob("adapter_config.json")]
     ranks = [rank for one in found for rank in (one["r"], *one.get("rank_pattern", {}).values())]
-    return options_for(setup, manifest.base_model, max(ranks, default=0), 1 + len(manifest.adapters))
-
-
-def options_for(setup: EngineSetup, model: str, lora_rank: int = 0, roles: int = 1) -> VLLMOptions:
-    """For policies of this base: full weights, or adapters of at most this rank."""
-    check_split(model, setup.settings.tensor_parallel)
     return VLLMOptions(
         settings=setup.settings,
-        model=model,
+        model=manifest.base_model,
         temperature=setup.temperature,
         max_staleness=setup.max_staleness,
         device=setup.device,
         threads=setup.threads,
         seed=setup.seed,
-        lora_rank=lora_rank,
-        roles=roles,
+        lora_rank=max(ranks, default=0),
+        roles=1 + len(manifest.adapters),
     )
 
 

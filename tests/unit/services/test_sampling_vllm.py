@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -16,15 +15,13 @@ from kbrl_async.errors import CheckpointError, ConfigError, MissingTool
 from kbrl_async.runs.config import available_cores, cpu_layout, endpoints, load
 from kbrl_async.sampling.engine import EngineSetup
 from kbrl_async.sampling.vllm import start as vllm_start
-from kbrl_async.sampling.vllm.options import VLLMOptions
 from kbrl_async.sampling.vllm.start import end_ids, options_of
-from kbrl_async.weights import MANIFEST
 from protocols.messages import Message, Pause, Resume, Stage, Task
 from protocols.records import Generation, PolicyVersion, Problem, RolloutRequest, SamplingParams
 from services.runtime.quiet import PauseGate
-from services.runtime.service import Service, Stopped
+from services.runtime.service import Service
 from services.runtime.worker import Worker
-from services.sampler.actor import EngineLost, Sampling, base_beside, start_engine
+from services.sampler.actor import EngineLost, Sampling, start_engine
 from tests.unit.sampling.conftest import make_model
 from tests.unit.sampling.fake_vllm import FakeAsyncLLM
 from tests.unit.sampling.test_vllm_engine import Learner, served, until
@@ -220,62 +217,3 @@ def test_a_missing_vllm_ends_the_sampler_before_there_is_a_version(
             await asyncio.wait_for(start_engine(service(tmp_path), worker(), asyncio.Event()), 30)
 
     asyncio.run(main())
-
-
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manifest: PolicyVersion | None) -> list[str]:
-    """What a start does with the model's folder `tmp_path` known beforehand; None: the run stops meanwhile."""
-    seen: list[str] = []
-
-    async def launch(options: VLLMOptions, *_: object, **__: object) -> Any:
-        seen.append(f"starts {options.model} {options.update}")
-        return AsyncMock(close=AsyncMock(side_effect=lambda: seen.append(f"closes {options.model}")))
-
-    async def first() -> tuple[PolicyVersion, Path]:
-        seen.append("waits")
-        if manifest is None:
-            raise Stopped
-        return manifest, tmp_path
-
-    monkeypatch.setattr(vllm_start, "launch", launch)
-    monkeypatch.setattr(vllm_start, "preload", lambda *_: None)
-    setup = msgspec.structs.replace(
-        setup_of(tmp_path / "run"), base="base", first_policy=first, load_tokenizer=lambda _: None
-    )
-    try:
-        asyncio.run(vllm_start.start(setup))
-    except Stopped:
-        seen.append("stopped")
-    return seen
-
-
-def test_vllm_starts_with_the_base_while_the_learner_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With eight billion weights it waited two minutes for the file of version 0."""
-    first = PolicyVersion(0, None, 0, "full", "", [1, 2], [0.0], base_model="base")
-    assert started(tmp_path, monkeypatch, first) == ["starts base full", "waits"]
-
-
-def test_vllm_starts_again_where_the_first_version_is_of_another_base(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = PolicyVersion(0, None, 0, "full", "", [1, 2], [0.0], base_model="other")
-    assert started(tmp_path, monkeypatch, first) == ["starts base full", "waits", "closes base", "starts other full"]
-
-
-def test_vllm_that_started_beside_the_learner_ends_with_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert started(tmp_path, monkeypatch, None) == ["starts base full", "waits", "closes base", "stopped"]
-
-
-def test_only_full_weights_of_a_folder_learned_on_other_gpus_are_known_beforehand(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    named = f"model_name={model}"
-    for placement in ("split", "learner_apart"):
-        assert base_beside(load(overrides=[named, f"placement={placement}"])) == str(model)
-    assert base_beside(load(overrides=[named])) == "", "the learner is on the same GPU"
-    assert base_beside(load(overrides=[named, "placement=split", "lora_rank=8"])) == "", "ranks are not known"
-    assert base_beside(load(overrides=["placement=split"])) == "", "the small policy is made first"
-    (model / MANIFEST).touch()
-    assert base_beside(load(overrides=[named, "placement=split"])) == "", "a policy of a run is no model"
