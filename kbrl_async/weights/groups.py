@@ -11,6 +11,8 @@ holds more of a version than its share and one bucket. A learner that has them w
 Invariants
 * Both sides cut the same index alike, into buckets and these into parts: nothing but bytes is sent.
 * Each part has a group of its own with the workers, of which it is rank 0.
+* Who waits looks every `LOOK_S` whether the learner is still there: its store ends with it, and a part that gives a link
+  up says so in it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,7 +36,11 @@ from protocols.records import PolicyVersion
 dist: Any = torch.distributed  # its process groups and stores are written in C++, and untyped
 Store = Any
 BUCKET_BYTES = 256 << 20
+LOOK_S = 1.0
+"""How often who waits for bytes asks whether they will come."""
 _ALIGN = 16
+_ENDED = "ended"
+"""In the store, of one part and link: nothing comes by it any more."""
 LOST = (RuntimeError, dist.DistError)
 """What torch.distributed raises where the other side has gone, or does not answer in time."""
 
@@ -50,8 +57,10 @@ class Meeting(msgspec.Struct, frozen=True):
     def store(self, patience_s: float) -> Store:
         """A connection of one's own: a store serves one caller at a time. InfraError where nobody is there."""
         try:
+            # By itself a store tries the address of a learner that has gone until its patience is over.
+            socket.create_connection((self.host, self.port), patience_s).close()
             store = dist.TCPStore(self.host, self.port, is_master=False, timeout=datetime.timedelta(seconds=patience_s))
-        except LOST as error:
+        except (OSError, *LOST) as error:
             raise gone(error) from error
         return dist.PrefixStore(self.token, store)
 
@@ -213,12 +222,13 @@ class TransferGroup:
     ) -> None:
         """InfraError where somebody of it does not come."""
         self._device, self.patience_s, self._part, self._parts = device, patience_s, part, meeting.parts
+        self._sends = rank == 0
         self._memory = BucketMemory(device)
         store = dist.PrefixStore(f"group/{link}/{part}" if part else f"group/{link}", meeting.store(patience_s))
         self._pace = dist.PrefixStore(f"pace/{link}/{part}", meeting.store(patience_s))
         self._receivers, self._count = size - 1, 0
         self.is_paced = device.type == "cuda"
-        """A bucket leaves when its receivers take it (`_await_receivers`); gloo sees by itself who has gone."""
+        """A bucket leaves when its receivers take it (`_await_receivers`)."""
         try:
             self._group = (
                 _nccl(store, rank, size, device)
@@ -246,6 +256,9 @@ class TransferGroup:
 
     def close(self) -> None:
         """Whatever is under way fails, on both sides."""
+        with contextlib.suppress(*LOST):
+            if self._sends:
+                self._pace.set(_ENDED, "")
         with contextlib.suppress(*LOST):
             self._group.abort()
 
@@ -284,17 +297,24 @@ class TransferGroup:
         try:
             for piece in torch.split(stage, BUCKET_BYTES):
                 work = self._group.broadcast([piece], options)
-                if self._device.type != "cuda":
-                    work.wait()
-                    continue
-                while not work.is_completed():
-                    if time.monotonic() > until:
-                        raise RuntimeError(f"no progress for {self.patience_s:g} s")
-                    time.sleep(0.0002)
+                self._wait_for(work, until)
                 work.wait()
         except LOST as error:
             self.close()
             raise gone(error) from error
+
+    def _wait_for(self, work: Any, until: float) -> None:
+        """Until it is done. One of `LOST` after `until`, or where the learner has gone: gloo sees its closed sockets,
+        and a kernel of NCCL would wait for it for ever."""
+        look_at = time.monotonic() + LOOK_S
+        while not work.is_completed():
+            if (now := time.monotonic()) > until:
+                raise RuntimeError(f"no progress for {self.patience_s:g} s")
+            if now > look_at:
+                look_at = now + LOOK_S
+                if self._pace.check([_ENDED]):
+                    raise RuntimeError("the learner has given this link up")
+            time.sleep(0.0002)
 
 
 class Incoming:
