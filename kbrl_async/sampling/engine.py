@@ -139,7 +139,7 @@ class Engine(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """The version that new sequences get; −1 before the first `load`."""
+        """The version that new sequences get, and above which one is wanted; −1 before the first `load`."""
 
     async def generate(
         self,
@@ -176,8 +176,8 @@ class TakesWeights(Protocol):
         """Joins the learner's group for this sampler, in place of an earlier one. InfraError where it can't."""
 
     async def receive(self, offer: TransferOffer) -> None:
-        """`load` of what the group sends now. InfraError where that breaks off: what was served is served on, or the
-        engine has failed."""
+        """`load` of what the group sends now. InfraError where that breaks off: what was served is served on, or
+        nothing until `load` or this brings that version or a later one, or the engine has failed."""
 
 
 def check_params(params: SamplingParams, purpose: Purpose) -> None:

@@ -11,8 +11,8 @@ holds more of a version than its share and one bucket. A learner that has them w
 Invariants
 * Both sides cut the same index alike, into buckets and these into parts: nothing but bytes is sent.
 * Each part has a group of its own with the workers, of which it is rank 0.
-* Who waits looks every `LOOK_S` whether the learner is still there: its store ends with it, and a part that gives a link
-  up says so in it.
+* Who waits looks every `LOOK_S` whether the learner is still there: its store ends with it, and a part that gives a
+  link up says so in it.
 """
 
 from __future__ import annotations
