@@ -120,6 +120,9 @@ class EngineSetup(msgspec.Struct, frozen=True):
     computing: Computing
     told: Callable[[str], None]
     """Hears what keeps a start waiting."""
+    base: str | None = None
+    """The base of the first version, where it is known before there is one: the engine may start with it at once. It
+    serves nothing until its first `load`."""
 
 
 class Engine(Protocol):

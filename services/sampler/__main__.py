@@ -25,7 +25,7 @@ WATCH_S = 0.1
 async def main(stop: asyncio.Event) -> None:
     from protocols.messages import Stage, Task
     from services.runtime.pumping import watched
-    from services.runtime.service import Service
+    from services.runtime.service import Service, Stopped
     from services.runtime.worker import HandlerOutcome, Worker, WorkerOptions
     from services.sampler.actor import Sampling, start_engine
     from services.sampler.mirror import Mirror, has_own
@@ -50,7 +50,11 @@ async def main(stop: asyncio.Event) -> None:
     if engine is None:
         return
     sampling = Sampling(service, engine, worker.gate, worker.progress)
-    await sampling.begin()
+    try:
+        await sampling.begin(stop)
+    except Stopped:
+        await sampling.close()
+        return
     service.watch(worker.meter)
     helpers = [
         *fetching,
