@@ -125,6 +125,16 @@ class Run:
         return Sampling(self.service, engine, Quiet().gate, lambda: None)
 
 
+def publish(folder: Path, base: str, count: int = 1) -> None:
+    """Versions of the base in that folder, each there at once."""
+    learner = OfFiles(make_model(), folder / "made", "full")
+    for _ in range(count):
+        made = learner.publish()[1]
+        manifest = made / MANIFEST
+        manifest.write_text(manifest.read_text().replace('"base"', f'"{folder / base}"'))
+        made.rename(folder / "policies" / made.name)
+
+
 def live(body: Callable[[], Awaitable[None]]) -> None:
     async def main() -> None:
         async with asyncio.timeout(2 * PATIENCE_S):
@@ -149,10 +159,7 @@ def test_the_first_version_is_proven_before_anything_is_answered(tmp_path: Path,
         sampling, begun = await beginning(run)
         assert started.options.model == str(tmp_path / "base")
         assert not started.llm.seen, "nothing was asked of the base"
-        OfFiles(make_model(), run.policies, "full").publish()
-        (manifest := versions.version_folder(run.policies, 0) / MANIFEST).write_text(
-            manifest.read_text().replace('"base"', f'"{tmp_path / "base"}"')
-        )
+        publish(tmp_path, "base")
         await begun
         assert sampling.stats().policy_version == 0
         assert sampling.stats().canary_max_error < 1e-4
@@ -192,11 +199,9 @@ def test_a_run_that_goes_on_begins_with_its_newest_version_and_the_base_that_it_
 ) -> None:
     async def body() -> None:
         run = Run(tmp_path)
-        before = OfFiles(make_model(), run.policies, "full")
-        for _ in range(3):
-            before.publish()
+        publish(tmp_path, model_folder(tmp_path / "other"), 3)
         sampling = await run.started()
-        assert started.options.model == "base"
+        assert started.options.model == str(tmp_path / "other")
         await sampling.begin(run.stop)
         assert sampling.stats().policy_version == 2
         await sampling.close()
@@ -206,10 +211,9 @@ def test_a_run_that_goes_on_begins_with_its_newest_version_and_the_base_that_it_
 
 def test_a_version_of_another_base_has_the_sampler_start_again(tmp_path: Path, started: Started) -> None:
     async def body() -> None:
-        run = Run(tmp_path)
-        sampling, begun = await beginning(run)
-        OfFiles(make_model(), run.policies, "full").publish()
-        with pytest.raises(EngineLost, match="policy v0 is of another base, base"):
+        sampling, begun = await beginning(Run(tmp_path))
+        publish(tmp_path, "other")
+        with pytest.raises(EngineLost, match="policy v0 is of another base"):
             await begun
         await sampling.close()
 
