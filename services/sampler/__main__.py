@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 
 from services.runtime.nanny import run_service
-from services.runtime.service import choose_run
+from services.runtime.service import choose_run, leave_out_traces
 
 WATCH_S = 0.1
 """How often the sampler looks for a new policy version."""
@@ -69,4 +69,5 @@ async def main(stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
+    leave_out_traces()
     run_service("sampler", main, choose_run)
