@@ -46,7 +46,7 @@ from kbrl_async.sampling.engine import (
 from kbrl_async.sampling.vllm.options import VLLMOptions, VLLMParts, one_token, token_prompt
 from kbrl_async.sampling.vllm.proof import VLLMProver, chosen
 from kbrl_async.sampling.vllm.scheduler import Meter, Pausing
-from kbrl_async.sampling.vllm.versions import Draft, LiveVersions, Served
+from kbrl_async.sampling.vllm.versions import Draft, LiveVersions, Served, drawing
 from kbrl_async.weights import proven
 from kbrl_async.weights.groups import Meeting, TransferOffer
 from protocols.records import PolicyVersion, Purpose, SamplingParams
@@ -181,7 +181,7 @@ class VLLMEngine:
         """From where the draft stands until it ends or is interrupted (`abort`)."""
         outputs = self._llm.generate(
             token_prompt(draft.so_far, f"v{max(served.version, self._weights)}"),
-            self._sampling(draft, params),
+            drawing(self._parts, draft, params, self._stop_ids, streamed=self.options.update == "full"),
             key,
             **self.with_lora(served),
         )
@@ -198,23 +198,6 @@ class VLLMEngine:
         finally:
             self.pausing.ended(key)
         return reason or "abort"
-
-    def _sampling(self, draft: Draft, params: SamplingParams) -> Any:
-        parts, streamed = self._parts, self.options.update == "full"
-        seed = None if params.seed is None else params.seed + len(draft.token_ids)
-        return parts.sampling_params(
-            max_tokens=draft.left,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            seed=seed,
-            stop_token_ids=self._stop_ids,
-            logprobs=0,
-            detokenize=False,
-            # Token by token only where weights may change between two of them: it costs the loop a turn each.
-            output_kind=parts.delta if streamed else parts.final_only,
-            **({"flat_logprobs": True} if parts.flat_logprobs else {}),
-            **draft.forced_words(params),
-        )
 
     def with_lora(self, served: Served) -> dict[str, Any]:
         if not served.lora_id:

@@ -15,12 +15,15 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.learning.policies import versions
 from kbrl_async.sampling.engine import Engine
-from kbrl_async.weights.groups import Incoming, Meeting, TensorEntry
+from kbrl_async.weights import groups
+from kbrl_async.weights.groups import Incoming, Meeting, TensorEntry, TransferGroup
 from protocols.records import SamplingParams
+from services.sampler.actor import Sampling
 from services.sampler.line import LearnerLine
 from tests.unit.sampling.conftest import make_model
 from tests.unit.sampling.fake_vllm import FakeAsyncLLM, FakeWorker
 from tests.unit.services.log import Log
+from tests.unit.services.test_sampling_vllm import Quiet, ask, service
 from tests.unit.services.test_weights_in_flight import Learner, received, serving
 
 torch.set_num_threads(1)
@@ -99,6 +102,44 @@ def test_answers_in_flight_wait_for_whole_weights_and_go_on(learner: Learner, br
     fakes: list[FakeAsyncLLM] = []
     log = Log()
     serving("vllm", learner.policies, body, fakes, log=log)
+
+
+def test_the_sampler_goes_on_by_the_file_and_ends_no_process(tmp_path: Path, learner: Learner, breaks: Breaks) -> None:
+    async def body(engine: Any, _: LearnerLine) -> None:
+        run = service(tmp_path, "weights.transport=direct", "weights.stalled_s=60")
+        sampling = Sampling(run, engine, Quiet().gate, lambda: None)
+        await asyncio.to_thread(learner.publish)
+        await sampling.begin(asyncio.Event())
+        await asyncio.to_thread(learner.publish)
+        breaks.is_set = True
+        watching = asyncio.create_task(sampling.watch(0.01))
+        while sampling.stats().policy_version < 1:
+            await asyncio.sleep(0.01)
+        assert not watching.done()
+        watching.cancel()
+        assert [one.event for one in run.log.at("warning")] == ["weights not received"]
+        assert (await sampling.generate(*ask(1))).policy_version == 1
+
+    serving("vllm", learner.policies, body)
+
+
+def test_a_kernel_that_does_not_end_takes_the_engine_along_as_it_would_whatever_comes_next(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(_: TransferGroup, __: object) -> torch.Tensor:
+        raise InfraError("weights can't be had directly: Connection closed by peer", "")
+
+    async def body(engine: Any, line: LearnerLine) -> None:
+        await line.load_newer(9)
+        assert learner.sender is not None
+        learner.sender.patience_s = 3.0  # gloo ends what nobody waits for any more after that
+        await asyncio.to_thread(learner.publish)
+        monkeypatch.setattr(TransferGroup, "receive", closed)
+        monkeypatch.setattr(groups, "drained", lambda _: False)
+        assert not await line.load_newer(-1)
+        assert "its kernel did not end" in str(engine.failure)
+
+    serving("vllm", learner.policies, body)
 
 
 def test_the_very_first_version_may_break_off(learner: Learner, breaks: Breaks) -> None:

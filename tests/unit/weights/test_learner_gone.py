@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing as mp
 import time
 from collections.abc import Iterator
@@ -20,28 +21,33 @@ from tests.unit.weights.test_direct import CPU, PATIENCE_S, Sampler, assert_is, 
 
 SOON_S = 15.0
 """Far above a second, for a busy host; far below `PATIENCE_S`."""
-LARGE = {"large": torch.zeros(1024)}
+LARGE = {"large": torch.zeros(16 << 20)}
+"""More than sockets hold."""
 
 
-def learn(pipe: Connection) -> None:
-    """A learner's process that never sends what it has offered."""
+def learn(pipe: Connection, device: str) -> None:
+    """A learner's process that sends a link its first transfer, and of the second nothing but the offer."""
+    send, count = TransferGroup.send, itertools.count()
 
-    def halt(*_: object) -> None:
-        pipe.send("sending")
-        time.sleep(3600)
+    def halt(*given: Any) -> None:
+        if next(count) == 0:
+            send(*given)
+        else:
+            pipe.send("sending")
+            time.sleep(3600)
 
     TransferGroup.send = halt  # type: ignore[method-assign]
-    sender = Sender("127.0.0.1", CPU, PATIENCE_S, lambda _: None)
-    sender.offer(manifest(1), LARGE)
+    sender = Sender("127.0.0.1", torch.device(device), PATIENCE_S, lambda _: None)
+    sender.offer(manifest(1), weights(1))
     pipe.send(sender.meeting)
     time.sleep(3600)
 
 
 class Learner:
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         context = mp.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=learn, args=(theirs,), daemon=True)
+        self.process: BaseProcess = context.Process(target=learn, args=(theirs, device), daemon=True)
         self.process.start()
         self.meeting: Meeting = self.heard()
 
@@ -80,17 +86,25 @@ def assert_given_up(waiting: Future[object], begun: float) -> None:
     assert time.monotonic() - begun < SOON_S
 
 
-def test_a_learner_that_is_killed_in_a_transfer_is_given_up_at_once_and_the_next_one_is_met(
-    learner: Learner, sender: Sender, pool: ThreadPoolExecutor
-) -> None:
+def lose_learner(learner: Learner, device: torch.device, pool: ThreadPoolExecutor) -> None:
+    """In the midst of a sampler's second transfer."""
     line = Line(learner.meeting, "sampler.1", 1, PATIENCE_S)
-    incoming = Incoming(learner.meeting, line.link, 1, 2, CPU, PATIENCE_S)
-    offer = line.ask()
-    waiting: Future[object] = pool.submit(lambda: list(incoming.tensors(offer.index)))
+    incoming = Incoming(learner.meeting, line.link, 1, 2, device, PATIENCE_S)
+    index = line.ask().index
+    taken = {name: tensor.cpu() for name, tensor in incoming.tensors(index)}
+    assert all(torch.equal(taken[name], tensor) for name, tensor in weights(1).items())
+    line.ask()
+    waiting: Future[object] = pool.submit(lambda: list(incoming.tensors(index)))
     assert learner.heard() == "sending"
     begun = time.monotonic()
     learner.kill()
     assert_given_up(waiting, begun)
+
+
+def test_a_learner_that_is_killed_in_a_transfer_is_given_up_at_once_and_the_next_one_is_met(
+    learner: Learner, sender: Sender, pool: ThreadPoolExecutor
+) -> None:
+    lose_learner(learner, CPU, pool)
     sender.offer(manifest(2), weights(2))
     (taken,) = Sampler(sender.meeting).take()
     assert_is(taken, 2)
@@ -111,15 +125,23 @@ def test_who_waits_in_a_collective_that_does_not_end_sees_that_the_learner_s_sto
     mine.close()
 
 
-def test_a_link_that_the_learner_gives_up_is_given_up_by_who_waits(sender: Sender, pool: ThreadPoolExecutor) -> None:
-    """One worker waits for bytes; the learner has lost the other, say, and closes the group of both."""
-    groups = list(pool.map(lambda rank: TransferGroup(sender.meeting, "t", rank, 2, CPU, PATIENCE_S), range(2)))
-    waiting: Future[object] = pool.submit(groups[1].receive, placed(index_of(LARGE)))
+@pytest.mark.parametrize("who", ["a worker", "the learner", "the learner, between GPUs"])
+def test_a_link_that_one_side_gives_up_is_given_up_by_the_other(
+    sender: Sender, pool: ThreadPoolExecutor, who: str
+) -> None:
+    """The learner has lost another worker, say, or a worker another rank."""
+    mine, other = pool.map(lambda rank: TransferGroup(sender.meeting, "t", rank, 2, CPU, PATIENCE_S), range(2))
+    mine.is_paced = "GPUs" in who
+    mine.patience_s = other.patience_s = 10.0  # gloo ends what nobody waits for any more after that
+    if who == "a worker":
+        waiting: Future[object] = pool.submit(other.receive, placed(index_of(LARGE)))
+    else:
+        waiting = pool.submit(mine.send, LARGE, index_of(LARGE))
     time.sleep(0.2)
-    begun = time.monotonic()
-    groups[0].close()
-    assert_given_up(waiting, begun)
-    groups[1].close()
+    assert not waiting.done()
+    (mine if who == "a worker" else other).close()
+    with pytest.raises(InfraError, match="the other side has given this link up"):
+        waiting.result(PATIENCE_S)
 
 
 def test_a_meeting_whose_learner_has_gone_is_left_at_once(learner: Learner) -> None:
