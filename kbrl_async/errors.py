@@ -16,6 +16,7 @@
         ├── PolicyMismatch       the sampler serves another policy than the learner published (I8)
         ├── NonFiniteLoss        a loss or gradient that is not finite; weights are untouched
         └── InfraError           a worker, sandbox or device failed; retried elsewhere, never scored (I4)
+            ├── TransferBroken   a worker of the engine got no weights, or a part of them, from the learner
             └── SessionLost      a service of others knows its session, or what it held for us, no more
 """
 
@@ -83,6 +84,10 @@ class NonFiniteLoss(RunError):  # noqa: N818
 
 class InfraError(RunError):
     """Infrastructure failed under a task; it is retried elsewhere and never becomes a reward (I4)."""
+
+
+class TransferBroken(InfraError):  # noqa: N818
+    """Weights did not come from the learner, or not all of them; the engine that asked for them is well."""
 
 
 class SessionLost(InfraError):  # noqa: N818

@@ -120,6 +120,9 @@ class EngineSetup(msgspec.Struct, frozen=True):
     computing: Computing
     told: Callable[[str], None]
     """Hears what keeps a start waiting."""
+    base: str | None = None
+    """The base of the first version, where it is known before there is one: the engine may start with it at once. It
+    serves nothing until its first `load`."""
 
 
 class Engine(Protocol):
@@ -139,7 +142,7 @@ class Engine(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """The version that new sequences get; −1 before the first `load`."""
+        """The version that new sequences get, and above which one is wanted; −1 before the first `load`."""
 
     async def generate(
         self,
@@ -176,8 +179,8 @@ class TakesWeights(Protocol):
         """Joins the learner's group for this sampler, in place of an earlier one. InfraError where it can't."""
 
     async def receive(self, offer: TransferOffer) -> None:
-        """`load` of what the group sends now. InfraError where that breaks off: what was served is served on, or the
-        engine has failed."""
+        """`load` of what the group sends now. InfraError where that breaks off: what was served is served on, or
+        nothing until `load` or this brings that version or a later one, or the engine has failed."""
 
 
 def check_params(params: SamplingParams, purpose: Purpose) -> None:

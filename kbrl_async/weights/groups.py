@@ -11,6 +11,8 @@ holds more of a version than its share and one bucket. A learner that has them w
 Invariants
 * Both sides cut the same index alike, into buckets and these into parts: nothing but bytes is sent.
 * Each part has a group of its own with the workers, of which it is rank 0.
+* Who waits looks every `LOOK_S` whether it waits for somebody: the store ends with the learner, and whoever gives a
+  link up says so in it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,7 +36,13 @@ from protocols.records import PolicyVersion
 dist: Any = torch.distributed  # its process groups and stores are written in C++, and untyped
 Store = Any
 BUCKET_BYTES = 256 << 20
+LOOK_S = 1.0
+"""How often who waits for the other side asks whether it will come."""
+DRAINED_S = 10.0
+"""A kernel of a group that was aborted has ended by then."""
 _ALIGN = 16
+_ENDED = "ended"
+"""In the store, of one part and link: one side has given it up."""
 LOST = (RuntimeError, dist.DistError)
 """What torch.distributed raises where the other side has gone, or does not answer in time."""
 
@@ -50,8 +59,10 @@ class Meeting(msgspec.Struct, frozen=True):
     def store(self, patience_s: float) -> Store:
         """A connection of one's own: a store serves one caller at a time. InfraError where nobody is there."""
         try:
+            # By itself a store tries the address of a learner that has gone until its patience is over.
+            socket.create_connection((self.host, self.port), patience_s).close()
             store = dist.TCPStore(self.host, self.port, is_master=False, timeout=datetime.timedelta(seconds=patience_s))
-        except LOST as error:
+        except (OSError, *LOST) as error:
             raise gone(error) from error
         return dist.PrefixStore(self.token, store)
 
@@ -195,6 +206,18 @@ def beside(device: torch.device) -> Iterator[None]:
     stream.synchronize()
 
 
+def drained(device: torch.device, patience_s: float = DRAINED_S) -> bool:
+    """Whether all that was begun on the current stream ends. A kernel of a group that was given up must: whoever waits
+    for the device later would wait for it for ever."""
+    if device.type != "cuda":
+        return True
+    event, until = torch.cuda.Event(), time.monotonic() + patience_s
+    event.record()
+    while not (is_done := event.query()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return is_done
+
+
 # ── the groups of one link ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -218,7 +241,7 @@ class TransferGroup:
         self._pace = dist.PrefixStore(f"pace/{link}/{part}", meeting.store(patience_s))
         self._receivers, self._count = size - 1, 0
         self.is_paced = device.type == "cuda"
-        """A bucket leaves when its receivers take it (`_await_receivers`); gloo sees by itself who has gone."""
+        """A bucket leaves when its receivers take it (`_await_receivers`)."""
         try:
             self._group = (
                 _nccl(store, rank, size, device)
@@ -247,6 +270,8 @@ class TransferGroup:
     def close(self) -> None:
         """Whatever is under way fails, on both sides."""
         with contextlib.suppress(*LOST):
+            self._pace.set(_ENDED, "")
+        with contextlib.suppress(*LOST):
             self._group.abort()
 
     def _announce(self) -> None:
@@ -267,13 +292,29 @@ class TransferGroup:
         if not self.is_paced:
             return
         try:
-            self._pace.wait([f"ready/{self._count}"], datetime.timedelta(seconds=self.patience_s))
+            self._wait_for_ready(f"ready/{self._count}")
             self._pace.delete_key(f"ready/{self._count}")
             self._pace.delete_key(f"takes/{self._count}")
         except LOST as error:
             self.close()
             raise gone(error) from error
         self._count += 1
+
+    def _wait_for_ready(self, key: str) -> None:
+        """One of `LOST` where it does not come."""
+        look, until = datetime.timedelta(seconds=min(LOOK_S, self.patience_s)), time.monotonic() + self.patience_s
+        while True:
+            try:
+                return self._pace.wait([key], look)
+            except dist.DistStoreError:
+                if time.monotonic() > until:
+                    raise
+                self._check_link()
+
+    def _check_link(self) -> None:
+        """One of `LOST` where nobody is at its other end any more."""
+        if self._pace.check([_ENDED]):
+            raise RuntimeError("the other side has given this link up")
 
     def _broadcast(self, stage: torch.Tensor) -> None:
         options = dist.BroadcastOptions()
@@ -284,17 +325,23 @@ class TransferGroup:
         try:
             for piece in torch.split(stage, BUCKET_BYTES):
                 work = self._group.broadcast([piece], options)
-                if self._device.type != "cuda":
-                    work.wait()
-                    continue
-                while not work.is_completed():
-                    if time.monotonic() > until:
-                        raise RuntimeError(f"no progress for {self.patience_s:g} s")
-                    time.sleep(0.0002)
+                self._wait_for(work, until)
                 work.wait()
         except LOST as error:
             self.close()
             raise gone(error) from error
+
+    def _wait_for(self, work: Any, until: float) -> None:
+        """Until it is done. One of `LOST` after `until`, or where the other side has gone: gloo sees the sockets of a
+        process that died, and a kernel of NCCL would wait for it for ever."""
+        look_at = time.monotonic() + LOOK_S
+        while not work.is_completed():
+            if (now := time.monotonic()) > until:
+                raise RuntimeError(f"no progress for {self.patience_s:g} s")
+            if now > look_at:
+                look_at = now + LOOK_S
+                self._check_link()
+            time.sleep(0.0002)
 
 
 class Incoming:
@@ -315,10 +362,16 @@ class Incoming:
 
     def tensors(self, index: Sequence[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole ones, each there until the next one is asked for. InfraError where a part of the learner has gone or
-        makes no progress."""
+        makes no progress; another error where this process can't go on on its device then."""
         with beside(self._device):
-            for bucket in buckets(index):
-                yield from whole(bucket, [group.receive for group in self._groups], self._memory)
+            try:
+                for bucket in buckets(index):
+                    yield from whole(bucket, [group.receive for group in self._groups], self._memory)
+            except InfraError as error:
+                self.close()  # one part's is all parts' end
+                if not drained(self._device):
+                    raise RuntimeError(f"a transfer was given up, and its kernel did not end: {error}") from error
+                raise
 
     def close(self) -> None:
         """Whatever is under way fails, on both sides."""

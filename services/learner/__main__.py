@@ -15,7 +15,7 @@ import asyncio
 
 from services.learner import ranks
 from services.runtime.nanny import run_service
-from services.runtime.service import choose_run
+from services.runtime.service import choose_run, leave_out_traces
 
 
 async def main(stop: asyncio.Event) -> None:
@@ -75,6 +75,7 @@ async def main(stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
+    leave_out_traces()
     if ranks.is_follower():
         from services.learner.follower import follow
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,12 @@ def choose_run() -> None:
     run_dir = ensure_run().resolve()
     os.environ["KBRL_RUN_DIR"] = str(run_dir)
     place(load_run(run_dir))
+
+
+def leave_out_traces(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Has the C++ side of torch log errors only, unless somebody has said otherwise: where another process of a group
+    dies, each of its warnings is a stack of C++, and exceptions say the cause in a line. Before torch is imported."""
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 ROLES = {

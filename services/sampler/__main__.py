@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 
 from services.runtime.nanny import run_service
-from services.runtime.service import choose_run
+from services.runtime.service import choose_run, leave_out_traces
 
 WATCH_S = 0.1
 """How often the sampler looks for a new policy version."""
@@ -25,7 +25,7 @@ WATCH_S = 0.1
 async def main(stop: asyncio.Event) -> None:
     from protocols.messages import Stage, Task
     from services.runtime.pumping import watched
-    from services.runtime.service import Service
+    from services.runtime.service import Service, Stopped
     from services.runtime.worker import HandlerOutcome, Worker, WorkerOptions
     from services.sampler.actor import Sampling, start_engine
     from services.sampler.mirror import Mirror, has_own
@@ -50,7 +50,11 @@ async def main(stop: asyncio.Event) -> None:
     if engine is None:
         return
     sampling = Sampling(service, engine, worker.gate, worker.progress)
-    await sampling.begin()
+    try:
+        await sampling.begin(stop)
+    except Stopped:
+        await sampling.close()
+        return
     service.watch(worker.meter)
     helpers = [
         *fetching,
@@ -65,4 +69,5 @@ async def main(stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
+    leave_out_traces()
     run_service("sampler", main, choose_run)

@@ -16,6 +16,7 @@ from kbrl_async.errors import InfraError, PolicyMismatch, PromptTooLong
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.models import load_model, load_tokenizer
 from kbrl_async.rollouts.prompts.chat import PLAIN, chat_of
+from kbrl_async.runs import origins
 from kbrl_async.runs.config import sampler_threads
 from kbrl_async.runs.telemetry.logs import bound
 from kbrl_async.sampling.engine import Engine, EngineSetup, EngineStats
@@ -69,9 +70,20 @@ class Sampling:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
-    async def begin(self) -> None:
-        """Serves the first policy."""
+    async def begin(self, stop: asyncio.Event) -> None:
+        """Serves the first policy, waited for where the engine was started before there is one.
+
+        :raises Stopped: the run stops before.
+        """
         await self.catch_up()
+        if self._engine.follows and self._engine.policy_version < 0:
+            self._service.log.info("engine started, the first policy is waited for")
+        while self._engine.follows and self._engine.policy_version < 0:
+            if stop.is_set():
+                raise Stopped
+            await asyncio.sleep(LOOK_S)
+            await self._keep_up(LOOK_S)
+            self.check()
         version, settings = self._engine.policy_version, self._service.config.sampler
         self._service.log.info("ready", policy_version=version, engine=settings.engine, slots=settings.slots)
 
@@ -110,9 +122,9 @@ class Sampling:
                 self._service.log.debug("serving", policy_version=found[0].version, canary_error=error)
 
     async def _receive_newest(self) -> bool:
-        """Straight from the learner; the first version comes by a file: it names the base."""
+        """Straight from the learner; the first version by its file, where that is there."""
         served = self._engine.policy_version
-        if served < 0:
+        if served < 0 and versions.newest(self._service.policies) is not None:
             return False
         with self._gate.at_work():
             return await self._line.load_newer(served)
@@ -241,6 +253,8 @@ async def start_engine(service: Service, worker: Worker, stop: asyncio.Event) ->
     config = service.config
     # Held as the learner holds it, or the canaries would be those of another base.
     quantisation = config.learner.base_quantisation
+    # A version that is there, as of a resumed run, names its base itself.
+    base = origins.base_beside(config) if versions.newest(service.policies) is None else None
     setup = EngineSetup(
         settings=config.sampler,
         model_name=config.model_name,
@@ -256,6 +270,7 @@ async def start_engine(service: Service, worker: Worker, stop: asyncio.Event) ->
         progress=worker.progress,
         computing=worker.gate.unstoppable,
         told=service.log.info,
+        base=base,
     )
     try:
         engine: Engine = await ENGINES.load(config.sampler.engine)(setup)

@@ -5,6 +5,7 @@
     generate ─ acquire the newest version ─▶ AsyncLLM (continuous batching, prefix cache) ─▶ Draft ─▶ Completion
     load, update=adapter:  SHA-256 ─▶ add_lora policy-v17 ─▶ canary ─▶ new rollouts take it; v16 goes with its last one
     load, update=full:     SHA-256 ─▶ hold ─▶ reload ─▶ let go ─▶ canary ─▶ rollouts in flight go on by it
+    receive, broken off:   hold ─▶ half of the weights are new: held until a whole version is loaded
 
 Invariants
 * Adapters: a rollout is written by one version. Full weights: each token knows its version (`Draft.spans`).
@@ -28,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-from kbrl_async.errors import CheckpointError, ConfigError, InfraError, KbrlError
+from kbrl_async.errors import CheckpointError, ConfigError, InfraError, KbrlError, TransferBroken
 from kbrl_async.sampling.canary import check_tokenizer
 from kbrl_async.sampling.engine import (
     LOAD_WAIT_S,
@@ -45,7 +46,7 @@ from kbrl_async.sampling.engine import (
 from kbrl_async.sampling.vllm.options import VLLMOptions, VLLMParts, one_token, token_prompt
 from kbrl_async.sampling.vllm.proof import VLLMProver, chosen
 from kbrl_async.sampling.vllm.scheduler import Meter, Pausing
-from kbrl_async.sampling.vllm.versions import Draft, LiveVersions, Served
+from kbrl_async.sampling.vllm.versions import Draft, LiveVersions, Served, drawing
 from kbrl_async.weights import proven
 from kbrl_async.weights.groups import Meeting, TransferOffer
 from protocols.records import PolicyVersion, Purpose, SamplingParams
@@ -97,6 +98,8 @@ class VLLMEngine:
         self._proof: asyncio.Future[None] | None = None
         self._weights = -1
         """The version of the weights in the engine, with update=full."""
+        self._torn = False
+        """A transfer has broken off between two of them: nothing is computed until a load has made them whole."""
         self._received = self._active = self._interrupted = 0
         self._longest_s = LOAD_WAIT_S
         """Until the last answer of an old version has ended."""
@@ -105,7 +108,8 @@ class VLLMEngine:
 
     @property
     def policy_version(self) -> int:
-        return self._live.newest
+        """Where a transfer broke off, the one before: the version that it had is then as welcome as a newer one."""
+        return max(-1, self._live.newest - self._torn)
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -177,7 +181,7 @@ class VLLMEngine:
         """From where the draft stands until it ends or is interrupted (`abort`)."""
         outputs = self._llm.generate(
             token_prompt(draft.so_far, f"v{max(served.version, self._weights)}"),
-            self._sampling(draft, params),
+            drawing(self._parts, draft, params, self._stop_ids, streamed=self.options.update == "full"),
             key,
             **self.with_lora(served),
         )
@@ -194,23 +198,6 @@ class VLLMEngine:
         finally:
             self.pausing.ended(key)
         return reason or "abort"
-
-    def _sampling(self, draft: Draft, params: SamplingParams) -> Any:
-        parts, streamed = self._parts, self.options.update == "full"
-        seed = None if params.seed is None else params.seed + len(draft.token_ids)
-        return parts.sampling_params(
-            max_tokens=draft.left,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            seed=seed,
-            stop_token_ids=self._stop_ids,
-            logprobs=0,
-            detokenize=False,
-            # Token by token only where weights may change between two of them: it costs the loop a turn each.
-            output_kind=parts.delta if streamed else parts.final_only,
-            **({"flat_logprobs": True} if parts.flat_logprobs else {}),
-            **draft.forced_words(params),
-        )
 
     def with_lora(self, served: Served) -> dict[str, Any]:
         if not served.lora_id:
@@ -236,8 +223,9 @@ class VLLMEngine:
         """Serves `manifest` to new sequences; an older version than the served one is ignored."""
         async with self._load_lock:
             self._check_alive()
-            if manifest.version <= self._live.newest:
+            if manifest.version <= self.policy_version:
                 return
+            self._check_base(manifest)
             wanted = "lora" if self.options.update == "adapter" else "full"
             if manifest.kind != wanted:
                 cause = f"policy v{manifest.version} is {manifest.kind}, and sampler.update={self.options.update}"
@@ -273,27 +261,45 @@ class VLLMEngine:
     async def meet(self, meeting: Meeting, link: int, patience_s: float) -> None:
         where = msgspec.json.encode(meeting)
         async with self._failing():
-            await self._llm.collective_rpc("meet_learner", args=(where, link, 1 + self.workers, patience_s))
+            await self._at_workers("meet_learner", where, link, 1 + self.workers, patience_s)
 
     async def receive(self, offer: TransferOffer) -> None:
         async with self._load_lock:
             self._check_alive()
-            if offer.manifest.version <= self._live.newest or self.options.update != "full":
+            if offer.manifest.version <= self.policy_version or self.options.update != "full":
                 raise InfraError("no weights are wanted from the learner", "Send full weights, each version once")
+            self._check_base(offer.manifest)
+            check_tokenizer(offer.manifest, self.prompts.ids)
             await self._load_weights(offer.manifest, functools.partial(self._take, msgspec.msgpack.encode(offer)))
 
     async def _take(self, offer: bytes) -> None:
         try:
             async with self._failing():
-                await self._llm.collective_rpc("receive_weights", args=(offer,))
+                await self._at_workers("receive_weights", offer)
+        except TransferBroken:
+            self._torn = True
+            raise
         except BaseException as error:
             self._failure = error  # half of the weights may be new: a fresh process loads them from a file
             raise
 
+    async def _at_workers(self, method: str, *args: Any) -> None:
+        """TransferBroken where one of them says why it could not; all of them have answered then."""
+        said = await self._llm.collective_rpc(method, args=args)
+        if cause := next((cause for cause in said or () if cause), ""):
+            raise TransferBroken(cause, "The weights come by a file, or when the learner is met again")
+
+    def _check_base(self, manifest: PolicyVersion) -> None:
+        """Of the first version: the engine may have been started before there was one."""
+        if self._live.newest < 0 and manifest.base_model not in ("", self.options.model):
+            cause = f"vLLM was started with {self.options.model}, and policy v{manifest.version} is of another base"
+            self._failure = InfraError(f"{cause}, {manifest.base_model}", "The sampler starts again with that one")
+            raise self._failure
+
     async def _load_weights(self, manifest: PolicyVersion, change: Callable[[], Awaitable[None]]) -> None:
         """`change` puts the weights into the engine while it stands still."""
         new = Served(manifest.version)
-        if self._live.newest < 0:
+        if self._live.newest < 0 and not self._torn:
             await self._prover.meet_base(manifest, self.ask_as(Served(-1)))
         proof: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
@@ -317,14 +323,16 @@ class VLLMEngine:
         try:
             await self.pausing.hold("update", lambda: self._received)
             await change()
-            self._weights, self._proof = new.version, proof
-            self._live.serve([new])
-            self._live.retire()
+            self._torn, self._weights, self._proof = False, new.version, proof
+            if new.version > self._live.newest:
+                self._live.serve([new])
+                self._live.retire()
         finally:
-            try:
-                await self.pausing.let_go("update")
-            finally:
-                self._open.set()
+            if not self._torn or self._failure is not None:
+                try:
+                    await self.pausing.let_go("update")
+                finally:
+                    self._open.set()
 
     async def _reload(self, folder: Path) -> None:
         try:
@@ -425,6 +433,7 @@ class VLLMEngine:
         """Stops vLLM; requests that still wait fail with InfraError."""
         if not self._closed:
             self._closed = True
+            self._open.set()  # who waits there sees the end
             shutdown = self._llm.shutdown
             # Its own grace of five seconds is more than a service that stops has.
             brief = {"timeout": 1.0} if "timeout" in inspect.signature(shutdown).parameters else {}

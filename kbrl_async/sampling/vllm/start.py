@@ -38,14 +38,18 @@ STATEFUL = ("layers_block_type", "linear_num_key_heads", "mamba_d_state", "ssm_s
 async def start(setup: EngineSetup) -> VLLMEngine:
     """The engine of `sampler.engine=vllm`, without a policy yet; takes half a minute to two.
 
-    vLLM is imported while the first policy is waited for: half of what a start takes, and it needs no model.
+    Where the base is known it starts while the learner makes the first policy. Else vLLM is imported meanwhile: half of
+    what a start takes, and it needs no model.
 
     :raises MissingTool: vLLM is not installed, or does not load.
     :raises ConfigError: `sampler.update` does not fit what is published.
     :raises HostError: it can't start.
     """
-    first, _ = await asyncio.gather(setup.first_policy(), asyncio.to_thread(preload, setup.device, setup.threads))
-    options = options_of(setup, *first)
+    if setup.base is not None:
+        options = options_over(setup, setup.base)
+    else:
+        first, _ = await asyncio.gather(setup.first_policy(), asyncio.to_thread(preload, setup.device, setup.threads))
+        options = options_of(setup, *first)
     tokenizer = setup.load_tokenizer(options.model)
     return await launch(
         options, tokenizer, end_ids(options.model), tick=setup.progress, computing=setup.computing, told=setup.told
@@ -58,19 +62,25 @@ def options_of(setup: EngineSetup, manifest: PolicyVersion, folder: Path) -> VLL
     if update not in ("auto", published):
         cause = f"sampler.update={update}, and the learner publishes {manifest.kind} versions"
         raise ConfigError(cause, "Use sampler.update=auto")
-    check_split(manifest.base_model, setup.settings.tensor_parallel)
     found = [json.loads(path.read_text()) for path in folder.rglob("adapter_config.json")]
     ranks = [rank for one in found for rank in (one["r"], *one.get("rank_pattern", {}).values())]
+    rank, roles = max(ranks, default=0), 1 + len(manifest.adapters)
+    return options_over(setup, manifest.base_model, lora_rank=rank, roles=roles)
+
+
+def options_over(setup: EngineSetup, base: str, *, lora_rank: int = 0, roles: int = 1) -> VLLMOptions:
+    """For a run that trains this base; without a `lora_rank` all of its weights."""
+    check_split(base, setup.settings.tensor_parallel)
     return VLLMOptions(
         settings=setup.settings,
-        model=manifest.base_model,
+        model=base,
         temperature=setup.temperature,
         max_staleness=setup.max_staleness,
         device=setup.device,
         threads=setup.threads,
         seed=setup.seed,
-        lora_rank=max(ranks, default=0),
-        roles=1 + len(manifest.adapters),
+        lora_rank=lora_rank,
+        roles=roles,
     )
 
 

@@ -22,6 +22,7 @@ import msgspec
 from kbrl_async.sampling.engine import Completion
 from kbrl_async.sampling.forced import FORCED, forced_ids
 from kbrl_async.sampling.transformers.versions import adapter_name
+from kbrl_async.sampling.vllm.options import VLLMParts
 from protocols.records import SamplingParams
 
 
@@ -157,3 +158,21 @@ class Draft:
             finished_at=finished_at,
             spans=tuple(self.spans),
         )
+
+
+def drawing(parts: VLLMParts, draft: Draft, params: SamplingParams, stop_ids: list[int], *, streamed: bool) -> Any:
+    """vLLM's `SamplingParams` of what a draft still lacks. `streamed`: token by token, only where weights may change
+    between two of them: it costs the loop a turn each."""
+    seed = None if params.seed is None else params.seed + len(draft.token_ids)
+    return parts.sampling_params(
+        max_tokens=draft.left,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        seed=seed,
+        stop_token_ids=stop_ids,
+        logprobs=0,
+        detokenize=False,
+        output_kind=parts.delta if streamed else parts.final_only,
+        **({"flat_logprobs": True} if parts.flat_logprobs else {}),
+        **draft.forced_words(params),
+    )

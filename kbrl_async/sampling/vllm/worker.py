@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from kbrl_async.errors import InfraError
+
 QUALIFIED = f"{__name__}.WorkerExtension"
 POLL_S = 0.5
 
@@ -35,8 +37,8 @@ class WorkerExtension:
         notice late or never."""
         threading.Thread(target=watch, args=(owner,), name="die-with-owner", daemon=True).start()
 
-    def meet_learner(self, meeting: bytes, link: int, size: int, patience_s: float) -> None:
-        """Joins the learner's group, in place of an earlier one."""
+    def meet_learner(self, meeting: bytes, link: int, size: int, patience_s: float) -> str:
+        """Joins the learner's group, in place of an earlier one. Why it could not: see `_reported`."""
         from kbrl_async.weights.groups import Incoming, Meeting
 
         if self._incoming is not None:
@@ -44,15 +46,35 @@ class WorkerExtension:
         where = msgspec.json.decode(meeting, type=Meeting)
         parallel = self.vllm_config.parallel_config
         rank = 1 + parallel.data_parallel_rank * parallel.world_size + self.rank
-        self._incoming = Incoming(where, link, rank, size, self.device, patience_s)
 
-    def receive_weights(self, offer: bytes) -> None:
-        """What the group sends now, tensor by tensor, into the model in place."""
+        def join() -> None:
+            self._incoming = Incoming(where, link, rank, size, self.device, patience_s)
+
+        return self._reported(join)
+
+    def receive_weights(self, offer: bytes) -> str:
+        """What the group sends now, tensor by tensor, into the model in place. Why it broke off: see `_reported`."""
         from kbrl_async.weights.groups import TransferOffer
 
         index = msgspec.msgpack.decode(offer, type=TransferOffer).index
-        for named in self._incoming.tensors(index):
-            self.model_runner.model.load_weights([named])
+
+        def take() -> None:
+            for named in self._incoming.tensors(index):
+                self.model_runner.model.load_weights([named])
+
+        return self._reported(take)
+
+    def _reported(self, work: Callable[[], None]) -> str:
+        """Why it failed, "" if it didn't: returned, not raised. Where one of several workers raises, vLLM answers at
+        once and takes what the others say for answers to its next call. Of several copies of the model vLLM returns
+        only the first one's answer, so there it is raised."""
+        try:
+            work()
+        except InfraError as error:
+            if self.vllm_config.parallel_config.data_parallel_size > 1:
+                raise
+            return error.cause
+        return ""
 
 
 def watch(owner: int, end: Callable[[], object] | None = None, period_s: float = POLL_S) -> None:

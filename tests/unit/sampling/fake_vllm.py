@@ -109,7 +109,7 @@ class FakeWorker(WorkerExtension):
 
     def __init__(self, model: torch.nn.Module, rank: int) -> None:
         self.rank, self.device = rank, torch.device("cpu")
-        parallel = SimpleNamespace(data_parallel_rank=0, world_size=1)
+        parallel = SimpleNamespace(data_parallel_rank=0, data_parallel_size=1, world_size=1)
         self.vllm_config = SimpleNamespace(parallel_config=parallel)
         self.model_runner = SimpleNamespace(model=SimpleNamespace(load_weights=self._load))
         self._held = model.state_dict(keep_vars=True)
@@ -199,13 +199,14 @@ class FakeAsyncLLM:
         self.paused = False
         self._wake.set()
 
-    async def collective_rpc(self, method: str, kwargs: Any = None, args: tuple[Any, ...] = ()) -> None:
+    async def collective_rpc(self, method: str, kwargs: Any = None, args: tuple[Any, ...] = ()) -> list[Any]:
         if method != "reload_weights":
             assert self.paused or method != "receive_weights"
-            await asyncio.gather(*(asyncio.to_thread(getattr(worker, method), *args) for worker in self.workers))
-            return
+            done = [asyncio.to_thread(getattr(worker, method), *args) for worker in self.workers]
+            return list(await asyncio.gather(*done))
         assert self.paused
         self.model.load_state_dict(load_file(str(Path(kwargs["weights_path"]) / "model.safetensors")), strict=False)
+        return [None] * len(self.workers)
 
     def die(self) -> None:
         """As when the engine's process is killed."""

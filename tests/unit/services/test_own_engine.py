@@ -61,7 +61,7 @@ def test_an_engine_of_the_user_s_own_answers(tmp_path: Path) -> None:
         setup = engine.setup
         assert (setup.temperature, setup.max_staleness, setup.threads, setup.seed) == (0.7, 3, 2, 1000)
         sampling = Sampling(service, engine, Quiet().gate, lambda: None)
-        await sampling.begin()
+        await sampling.begin(asyncio.Event())
         outcome = await sampling.generate(*ask(1))
         assert outcome.next_stage == Stage.SCORE
         assert msgspec.msgpack.decode(outcome.frames[0], type=Generation).text == "1 2 3"

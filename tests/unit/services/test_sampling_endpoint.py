@@ -47,7 +47,7 @@ def run(tmp_path: Path, purpose: Purpose) -> tuple[Any, Log, FakeEndpoint]:
             engine = await start_engine(given, worker(), asyncio.Event())
             assert engine is not None
             sampling = Sampling(given, engine, Quiet().gate, lambda: None)
-            await sampling.begin()
+            await sampling.begin(asyncio.Event())
             try:
                 task = Task("r@0", "lease", Stage.GENERATE, 1, 60.0, 0)
                 return await sampling.generate(task, [frame(purpose)]), given.log, fake

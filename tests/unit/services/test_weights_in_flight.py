@@ -28,7 +28,7 @@ from kbrl_async.sampling.transformers.engine import TransformersEngine
 from kbrl_async.sampling.vllm.engine import VLLMEngine
 from kbrl_async.sampling.vllm.scheduler import Meter
 from kbrl_async.weights import Canaries
-from kbrl_async.weights.direct import Sender
+from kbrl_async.weights.direct import Line, Sender
 from protocols.records import SamplingParams
 from services.learner.policy import sender_of
 from services.learner.publishing import Publisher
@@ -345,6 +345,50 @@ def test_an_engine_that_takes_nothing_is_left_to_the_files(learner: Learner) -> 
         assert engine.policy_version == 0
 
     serving("transformers", learner.policies, body, clock=lambda: now[0], log=log)
+
+
+def test_the_learner_s_next_process_is_met_at_once_where_the_one_before_was_given_up(learner: Learner) -> None:
+    async def body(engine: Engine, line: LearnerLine) -> None:
+        await line.load_newer(9)
+        await asyncio.to_thread(learner.publisher.close)
+        assert not await line.load_newer(-1)
+        assert [one.event for one in log.at("warning")] == ["weights not received"]
+        other = Learner(learner.policies)
+        other.publish()
+        await received(line, -1)  # though no time has passed
+        assert engine.policy_version == 0
+        other.publisher.close()
+
+    log = Log()
+    serving("transformers", learner.policies, body, clock=lambda: 0.0, log=log)
+
+
+def test_who_waits_for_a_learner_s_answer_follows_it_to_its_next_meeting(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, is_over = Line.newest, threading.Event()
+
+    def silent(line: Line) -> int:
+        if line.meeting.port != first:
+            return answers(line)
+        assert is_over.wait(PATIENCE_S)
+        raise InfraError("the store has gone", "")
+
+    async def body(engine: Engine, line: LearnerLine) -> None:
+        asked = asyncio.create_task(line.load_newer(-1))
+        await asyncio.sleep(0.1)
+        other = Learner(learner.policies)
+        other.publish()
+        assert not await asked
+        await received(line, -1)
+        assert engine.policy_version == 0
+        is_over.set()
+        other.publisher.close()
+
+    assert learner.sender is not None
+    first = learner.sender.meeting.port
+    monkeypatch.setattr(Line, "newest", silent)
+    serving("transformers", learner.policies, body, clock=lambda: 0.0)
 
 
 # ── rollouts ─────────────────────────────────────────────────────────────────────────────────────────────────────
