@@ -211,11 +211,14 @@ def drained(device: torch.device, patience_s: float = DRAINED_S) -> bool:
     for the device later would wait for it for ever."""
     if device.type != "cuda":
         return True
-    event, until = torch.cuda.Event(), time.monotonic() + patience_s
+    make: Any = torch.cuda.Event
+    event, until = make(), time.monotonic() + patience_s
     event.record()
-    while not (is_done := event.query()) and time.monotonic() < until:
+    while not event.query():
+        if time.monotonic() > until:
+            return False
         time.sleep(0.01)
-    return is_done
+    return True
 
 
 # ── the groups of one link ──────────────────────────────────────────────────────────────────────────────────────
@@ -305,7 +308,8 @@ class TransferGroup:
         look, until = datetime.timedelta(seconds=min(LOOK_S, self.patience_s)), time.monotonic() + self.patience_s
         while True:
             try:
-                return self._pace.wait([key], look)
+                self._pace.wait([key], look)
+                return
             except dist.DistStoreError:
                 if time.monotonic() > until:
                     raise
