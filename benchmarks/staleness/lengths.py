@@ -52,7 +52,7 @@ def lengths(
     return {"by_hold": found, "median_s": median_s, "spread": spread, "max_staleness": max_staleness}
 
 
-class GroupEnd(NamedTuple):
+class LengthEnd(NamedTuple):
     """Of a group that ended while the window was full."""
 
     mean_s: float
@@ -66,7 +66,7 @@ class BookRun:
     """`BookRun(…).run()`; what became of its groups stands in `ends` afterwards."""
 
     def __init__(self, rules: BufferRules, median_s: float, spread: float, train_s: float, rng: random.Random) -> None:
-        self.ends: list[GroupEnd] = []
+        self.ends: list[LengthEnd] = []
         self.trained_at: list[float] = []
         self._book = RolloutBuffer(rules)
         self._median_s, self._each, self._train_s, self._rng = median_s, spread / 2**0.5, train_s, rng
@@ -118,7 +118,7 @@ class BookRun:
             if group.outcome is not GroupOutcome.FAILED:
                 is_stale = group.outcome is GroupOutcome.DROPPED_STALE
                 dropped = GROUP if is_stale else GROUP - self._scored[group.group_id]
-                self.ends.append(GroupEnd(self._mean_s[group.group_id], is_stale, dropped))
+                self.ends.append(LengthEnd(self._mean_s[group.group_id], is_stale, dropped))
 
 
 def figures_of(run: BookRun) -> Result:

@@ -65,11 +65,11 @@ def options_of(setup: EngineSetup, manifest: PolicyVersion, folder: Path) -> VLL
     found = [json.loads(path.read_text()) for path in folder.rglob("adapter_config.json")]
     ranks = [rank for one in found for rank in (one["r"], *one.get("rank_pattern", {}).values())]
     rank, roles = max(ranks, default=0), 1 + len(manifest.adapters)
-    return options_over(setup, manifest.base_model, lora_rank=rank, roles=roles)
+    return options_over(setup, manifest.base_model, rank=rank, roles=roles)
 
 
-def options_over(setup: EngineSetup, base: str, *, lora_rank: int = 0, roles: int = 1) -> VLLMOptions:
-    """For a run that trains this base; without a `lora_rank` all of its weights."""
+def options_over(setup: EngineSetup, base: str, *, rank: int = 0, roles: int = 1) -> VLLMOptions:
+    """For a run that trains this base; without a `rank` all of its weights."""
     check_split(base, setup.settings.tensor_parallel)
     return VLLMOptions(
         settings=setup.settings,
@@ -79,7 +79,7 @@ def options_over(setup: EngineSetup, base: str, *, lora_rank: int = 0, roles: in
         device=setup.device,
         threads=setup.threads,
         seed=setup.seed,
-        lora_rank=lora_rank,
+        lora_rank=rank,
         roles=roles,
     )
 
