@@ -45,9 +45,9 @@ def base_model(config: Config, told: Callable[[str, float], None]) -> Path | str
 def base_beside(config: Config) -> str | None:
     """The folder of the base that version 0 will be of, where a sampler need not wait for it to start its engine: vLLM
     on a GPU without the learner, which replaces all weights in place. None where only the learner knows its base."""
-    folder, is_alone = Path(config.model_name), config.placement in ("learner_apart", "split")
+    folder = Path(config.model_name)
     is_full = not config.lora_rank and config.learner.engine == "torch" and config.sampler.update != "adapter"
-    if not (is_alone and is_full and config.sampler.engine == "vllm") or (folder / MANIFEST).is_file():
+    if not (config.learner_is_apart and is_full and config.sampler.engine == "vllm") or (folder / MANIFEST).is_file():
         return None
     is_model = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
     return config.model_name if is_model else None

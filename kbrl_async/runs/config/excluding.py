@@ -17,7 +17,7 @@ import msgspec
 
 from kbrl_async.errors import ConfigError
 from kbrl_async.runs.archive.archive import FILE, ArchiveReader
-from kbrl_async.runs.config.sources import Setting
+from kbrl_async.runs.config.sources import Setting, parts_of
 from protocols.messages import Status
 from protocols.records import VERIFIER
 
@@ -33,8 +33,8 @@ def by_id(setting: Setting) -> Setting:
     """
     if setting.key != EXCLUDE or not isinstance(setting.value, str | list):
         return setting
-    words = setting.value.strip("[] ").split(",") if isinstance(setting.value, str) else map(str, setting.value)
-    found = [id_ for word in words if word.strip() for id_ in _ids(word.strip(), setting.origin)]
+    words = parts_of(setting.value) if isinstance(setting.value, str) else map(str, setting.value)
+    found = [id_ for word in words for id_ in _ids(word, setting.origin)]
     return msgspec.structs.replace(setting, value=list(dict.fromkeys(found)))
 
 

@@ -32,7 +32,7 @@ from kbrl_async.runs.config.keys import KEYS, SECTIONS, Key, flat
 from kbrl_async.runs.config.names import ALIASES, RENAMED, TRANSLATED, instead_of, is_foreign, nearest
 from kbrl_async.runs.config.presets import REAL_MODEL, preset_settings
 from kbrl_async.runs.config.schema import Config
-from kbrl_async.runs.config.sources import PREFIX, Setting, from_env, from_file, from_overrides
+from kbrl_async.runs.config.sources import PREFIX, Setting, from_env, from_file, from_overrides, parts_of
 from kbrl_async.runs.config.starting import at_policy, how_asked, inherited, is_small, taught
 
 CONFIG_FILE = "config.yaml"
@@ -214,7 +214,7 @@ def _read_text(key: Key, text: str) -> Any:
     if key.takes(types.NoneType) and _is_null(text):
         return None
     if key.takes(types.ListType) and ("," in text or text.startswith("[")):
-        return [part.strip() for part in text.strip("[] ").split(",") if part.strip()]
+        return parts_of(text)
     if key.takes(types.ListType) and not key.takes(types.IntType, types.LiteralType):
         return [text] if text else []
     if key.takes(types.IntType, types.FloatType, types.ListType):

@@ -176,8 +176,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def sends_weights(self) -> bool:
         """`weights.transport` without `auto`: where learner and samplers have GPUs of their own, and all is trained."""
         can = not self.lora_rank and self.learner.engine == "torch" and self.sampler.engine in DIRECT_ENGINES
-        auto = can and self.placement in ("learner_apart", "split") and self.device != "cpu"
+        auto = can and self.learner_is_apart and self.device != "cpu"
         return self.weights.transport == "direct" or (self.weights.transport == "auto" and auto)
+
+    @property
+    def learner_is_apart(self) -> bool:
+        """No sampler is on the learner's GPUs, as the placement says."""
+        return self.placement in ("learner_apart", "split")
 
     @property
     def learner_share(self) -> float:

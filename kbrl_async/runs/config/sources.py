@@ -46,6 +46,11 @@ class Setting(msgspec.Struct, frozen=True):
     origin: str
 
 
+def parts_of(text: str) -> list[str]:
+    """A list as one writes it in a word: `a,b` or `[a, b]`."""
+    return [part.strip() for part in text.strip("[] ").split(",") if part.strip()]
+
+
 def from_file(path: Path) -> list[Setting]:
     """The settings of a YAML or TOML file.
 
