@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
+from kbrl_async.kernels.verify.cuda.replay import candidates
 from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from protocols.records import OBSERVED, BenchReport, Fault
 from tests.gpu.bench_candidates import ADD, GOOD, MATMUL, matmul, nvrtc
@@ -99,7 +99,7 @@ def test_a_copy_of_the_librarys_result_is_seen_where_it_is_only_watched(
     def refuses(*given: object, **named: object) -> None:
         raise Unreplayable("its inputs take too much memory to be held twice more")
 
-    monkeypatch.setattr(Replays, "open", refuses)
+    monkeypatch.setattr(candidates, "place_inputs", refuses)  # `open` has forgotten the last candidate by then
     verdict = judge(ADD, source, "cuda-nvrtc", timing=True).verdict
     assert (verdict.rule, verdict.trust) == (rule, OBSERVED), verdict
 
