@@ -33,8 +33,8 @@ def by_id(setting: Setting) -> Setting:
     """
     if setting.key != EXCLUDE or not isinstance(setting.value, str | list):
         return setting
-    words = parts_of(setting.value) if isinstance(setting.value, str) else map(str, setting.value)
-    found = [id_ for word in words for id_ in _ids(word, setting.origin)]
+    words = parts_of(setting.value) if isinstance(setting.value, str) else [str(item).strip() for item in setting.value]
+    found = [id_ for word in words if word for id_ in _ids(word, setting.origin)]
     return msgspec.structs.replace(setting, value=list(dict.fromkeys(found)))
 
 

@@ -60,6 +60,12 @@ def test_a_run_keeps_the_ids_when_the_folder_is_gone(probe: Path, tmp_path: Path
     assert load([stored]).exclude == ["L1/a", "L1/b"]
 
 
+def test_blanks_and_empty_items_of_a_written_list_are_left_out(tmp_path: Path) -> None:
+    stored = tmp_path / "config.yaml"
+    stored.write_text("exclude:\n  - ' L1/a '\n  - ''\n")
+    assert load([stored]).exclude == ["L1/a"]
+
+
 def test_a_folder_without_answers_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no answers"):
         load(overrides=[f"exclude={tmp_path}"])
