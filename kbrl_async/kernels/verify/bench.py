@@ -358,7 +358,8 @@ class Bench:
 
     def _is_hoarder(self, error: Exception, checker: Checker) -> bool:
         """Whether the candidate holds the memory that we or the reference lack; then that is its fault. It is ended,
-        and the reference, which may have stopped halfway, is made anew.
+        and the reference, which may have stopped halfway, is made anew. Nobody is asked about it once more: it had that
+        memory in a process of its own, and a second one would be recorded on inputs of the reference that is gone.
         """
         session, reference = checker.session, checker.reference
         is_own = isinstance(error, CandidateFault) and error.by in (None, session)
@@ -375,7 +376,7 @@ class Bench:
         self.references.drop(reference)
         if not is_hoarder(held_by_it(told, came_free, self._device.has_neighbours), needed):
             return False
-        checker.fault = fault
+        checker.fault, checker.is_shared = fault, False
         return True
 
     def _timed(self, checker: Checker, job: _Job, verdict: Verdict) -> tuple[Verdict, Timing | None]:
