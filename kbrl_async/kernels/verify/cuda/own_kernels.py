@@ -26,8 +26,14 @@ _WRONG_LATER = "a later call gives wrong results; those that were checked were r
 _OTHERS = 4
 """Calls over other inputs before one without own kernels: its process keeps its last three answers, and what it gives
 back torch hands out again. After fewer a kernel that is skipped would seem to be given the very answer."""
+_NAN = 0xFF
+"""Every byte of a number that is none, in each floating type."""
 _PROVEN = 4
 """Slots over which own kernels are left out: where half of what is timed is the library's, 15 times of 16 it shows."""
+
+
+class _EndedByNan(Exception):  # noqa: N818 - no error of the candidate's
+    """It is right over numbers, and nothing more can be asked of its process."""
 
 
 class CapturedKernels:
@@ -125,7 +131,10 @@ class CapturedKernels:
     def _without_launches(self) -> proof.Finding | None:
         candidate = self._sides.candidate
         assert isinstance(candidate, CudaSession)
-        answer, expected, inside = self._known_answer(candidate)
+        try:
+            answer, expected, inside = self._known_answer(candidate)
+        except _EndedByNan as ended:
+            return proof.unseen(f"a call over NaN did not come to its end: {ended}")
         try:
             muted = candidate.watched_forward(wire.OP_MUTED, answer, 2 * self._sides.limit_s)
             trace = without_chance(muted.trace) if self._sides.nominal.degenerate else muted.trace
@@ -165,12 +174,31 @@ class CapturedKernels:
         del got
         traced = candidate.watched_forward(wire.OP_TRACE, answer, 2 * sides.limit_s).trace
         assert traced is not None, "a call that is to be told of is, or is refused"
-        for _ in range(_OTHERS):
-            sides.fill([0])
-            candidate.call(wire.OP_RUN, 0, sides.limit_s)
+        self._fill_memory(candidate)
         for place, block in zip(candidate.slots[0], inputs, strict=True):
             place.copy_(block)
         return answer, expected, traced.answered
+
+    def _fill_memory(self, candidate: CudaSession) -> None:
+        """With what is made of NaN: where the answer hardly moves, one to other numbers is right, too. Of who says that
+        it takes no NaN with what is made of other numbers.
+
+        :raises _EndedByNan: and of who does not survive it.
+        """
+        for is_nan in (True, False):
+            try:
+                for _ in range(_OTHERS):
+                    self._sides.fill([0])
+                    for place in candidate.slots[0] if is_nan else ():
+                        if place.is_floating_point() or place.is_complex():
+                            place.view(torch.uint8).fill_(_NAN)
+                    candidate.call(wire.OP_RUN, 0, self._sides.limit_s)
+                return
+            except CandidateFault as fault:
+                if fault.rule == FORGED or not is_nan:
+                    raise
+                if fault.kind is not Fault.RUNTIME_ERROR:
+                    raise _EndedByNan(fault.text) from fault
 
     def _aside(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy; of a large problem's on the host."""

@@ -187,6 +187,60 @@ def test_memory_that_torch_hands_out_again_is_no_answer(answers: int) -> None:
     assert found_of(keeps_its_outputs) is None
 
 
+def test_nor_is_it_one_where_the_answer_to_other_inputs_is_right() -> None:
+    """A sum of sigmoids over an image hardly moves: what an own kernel had copied of a call before was good enough, and
+    an honest kernel was a decoy."""
+
+    def hardly_moves(x: torch.Tensor) -> torch.Tensor:
+        return 100 + 1e-5 * torch.tanh(x)
+
+    pool = Pool()
+
+    def copies_its_input(x: torch.Tensor) -> torch.Tensor:
+        y = pool.empty()
+        if RECORDER.tape is not None:
+            RECORDER.tape("own", (x, y), [])
+        RECORDER.call("own", lambda: y.copy_(x))
+        return torch.from_numpy(hardly_moves(y).numpy())
+
+    assert found_of(copies_its_input, right=hardly_moves) is None
+    caught = found_of(lambda x: own(hardly_moves(x), lambda found: found), right=hardly_moves)
+    assert caught is not None
+    assert caught.fault is Fault.CHEATING
+
+
+def test_who_takes_no_nan_is_asked_over_other_numbers() -> None:
+    def refuses(x: torch.Tensor) -> torch.Tensor:
+        if bool(x.isnan().any()):
+            raise ValueError("not a number")
+        return honest(x)
+
+    def refuses_and_copies(x: torch.Tensor) -> torch.Tensor:
+        refuses(x)
+        return decoy(x)
+
+    assert found_of(refuses) is None
+    caught = found_of(refuses_and_copies)
+    assert caught is not None
+    assert caught.fault is Fault.CHEATING
+
+
+def test_who_does_not_survive_nan_is_unproven() -> None:
+    child = Child(decoy)
+
+    def call(op: int, slot: int, deadline_s: float) -> ForwardOutcome:
+        if bool(child.place.isnan().any()):
+            raise CandidateFault(Fault.TIMEOUT, "no result after 2.00 s")
+        return Child.call(child, op, slot, deadline_s)
+
+    found = watched(child)
+    cast(Any, found._sides.candidate).call = call
+    finding = found.of_watched()
+    assert finding is not None
+    assert finding.fault is Fault.UNPROVEN
+    assert "no result after 2.00 s" in finding.text
+
+
 def test_one_call_of_two_accuses_nobody() -> None:
     muted: list[int] = []
 
