@@ -162,3 +162,50 @@ SANDBOX = {
 def test_what_a_gpu_child_may_not_have(judge: Judge, what: str) -> None:
     verdict = judge(MATMUL, matmul(SANDBOX[what], "return x @ y")).verdict
     assert verdict.fault is Fault.RUNTIME_ERROR, verdict.message
+
+
+RECURRENT = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.hidden = torch.randn(256, n)
+        self.inner = nn.Linear(2 * n, n)
+
+    def forward(self, x, first):
+        self.hidden.copy_(first)
+        self.hidden = torch.tanh(self.inner(torch.cat((x, self.hidden), dim=1)))
+        return self.hidden * 2
+
+def get_inputs():
+    return [torch.randn(256, 2048), torch.randn(256, 2048)]
+
+def get_init_inputs():
+    return [2048]
+"""
+RECURRENT_NEW = f"""
+from kbrl_async.launch import cuda_kernel
+import torch
+import torch.nn as nn
+{RECURRENT[RECURRENT.index("class") : RECURRENT.index("def get_inputs")].replace("class Model", "class Base")}
+class ModelNew(Base):
+    def __init__(self, n):
+        super().__init__(n)
+        self.kernel = cuda_kernel(
+            'extern "C" __global__ void doubled(const float *x, float *y, int n) '
+            '{{ int i = blockIdx.x * 256 + threadIdx.x; if (i < n) y[i] = 2 * x[i]; }}', "doubled")
+
+    def forward(self, x, first):
+        super().forward(x, first)
+        y = torch.empty_like(self.hidden)
+        self.kernel[y.numel() // 256, 256](self.hidden, y, y.numel())
+        return y
+"""
+
+
+def test_a_hidden_state_that_each_call_replaces_is_there_when_a_graph_is_replayed(judge: Judge) -> None:
+    """As KernelBench's L3/33: the first graph wrote to memory that had been given back."""
+    verdict = judge(RECURRENT, RECURRENT_NEW, "cuda-nvrtc", timing=True).verdict
+    assert verdict.fault is Fault.OK, verdict

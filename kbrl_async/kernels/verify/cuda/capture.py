@@ -73,11 +73,37 @@ class Flush:
         return made
 
 
-class CapturedForwards:
-    """Graphs of `forward(k)` for every slot k < `count`. `NoGraph` where that can't be."""
+def tensors_kept_by(model: Any) -> list[torch.Tensor]:
+    """What a model has as attributes of its modules, and in lists and dictionaries there. Of what is no module nothing
+    is known.
+    """
+    found: list[torch.Tensor] = []
+    for module in model.modules() if isinstance(model, torch.nn.Module) else ():
+        for value in vars(module).values():
+            inner = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            )
+            found += (one for one in inner if isinstance(one, torch.Tensor))
+    return found
 
-    def __init__(self, driver: Driver, flush: Flush, forward: Callable[[int], list[torch.Tensor]], count: int) -> None:
-        self._driver, self._flush = driver, flush
+
+class CapturedForwards:
+    """Graphs of `forward(k)` for every slot k < `count`. `NoGraph` where that can't be.
+
+    The first graph may read or write tensors that the model kept from the call before, and has replaced when it was
+    captured (the hidden state of a recurrent network): `kept` names them, and they live as long as the graph.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        flush: Flush,
+        forward: Callable[[int], list[torch.Tensor]],
+        count: int,
+        kept: Callable[[], list[torch.Tensor]] = list,
+    ) -> None:
+        self._driver, self._flush, self._list_kept = driver, flush, kept
+        self._kept: list[torch.Tensor] = []
         self._events = driver.event(), driver.event()
         self._stream = thread_stream()
         self.outputs: list[list[torch.Tensor]] = []
@@ -95,6 +121,7 @@ class CapturedForwards:
         with torch.cuda.stream(self._stream):
             forward(0)  # libraries make their workspaces for a new stream at its first use
             self._driver.call("cuCtxSynchronize")
+            self._kept = self._list_kept()
             pool = torch.cuda.graph_pool_handle()
             for slot in range(count):
                 graph = PLAIN(keep_graph=True)

@@ -13,6 +13,7 @@ places inside that arena, and times that the trusted side's own clock bears out.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -30,7 +31,7 @@ from kbrl_async.kernels.verify import configs, replies, values, wire
 from kbrl_async.kernels.verify.cpu import runner, trace
 from kbrl_async.kernels.verify.cuda import drawing, own_graphs
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
-from kbrl_async.kernels.verify.cuda.capture import CapturedForwards, Flush
+from kbrl_async.kernels.verify.cuda.capture import CapturedForwards, Flush, tensors_kept_by
 from kbrl_async.kernels.verify.cuda.telling import begin_gradients, device_failure, telling
 from kbrl_async.kernels.verify.memory import whole
 
@@ -347,7 +348,8 @@ class CudaRunner(runner.Runner):
         self._end_batch()
         self.last, self.held = None, [None, None]
         try:
-            self._batch = CapturedForwards(self._driver, self._the_flush, self._forward, count)
+            kept = functools.partial(tensors_kept_by, self.model)
+            self._batch = CapturedForwards(self._driver, self._the_flush, self._forward, count, kept)
         except Exception as error:  # Refused, or whatever forward raises when it is captured
             self._driver.call("cuCtxSynchronize")
             return wire.Captured(nonce, refused=f"{type(error).__name__}: {error}".splitlines()[0][:200])

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import types
+import weakref
 from typing import Any, cast
 from unittest.mock import Mock, patch
 
@@ -21,7 +22,7 @@ from kbrl_async.kernels.verify.compare import difference
 from kbrl_async.kernels.verify.cpu.trace import BEFORE
 from kbrl_async.kernels.verify.cuda import arena, capture, device
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
-from kbrl_async.kernels.verify.cuda.capture import CapturedForwards
+from kbrl_async.kernels.verify.cuda.capture import CapturedForwards, tensors_kept_by
 from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels, without_chance
 from kbrl_async.kernels.verify.cuda.reference import MAX_BATCH, plan
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
@@ -301,6 +302,47 @@ class _Capture:
         if self.breaks:
             raise RuntimeError("operation failed due to a previous error during capture")
         _Generator.is_capturing = False
+
+
+class _Recurrent(torch.nn.Module):
+    """Keeps its hidden state, as KernelBench's L3/33 does: each call writes into the one of the call before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.zeros(4)
+        self.inner = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+        self.inner[0].cached = [torch.ones(3)]
+
+    def forward(self, first: torch.Tensor) -> torch.Tensor:
+        self.hidden.copy_(first)
+        self.hidden = self.hidden + 1
+        return self.hidden
+
+
+def test_what_a_graph_writes_to_lives_as_long_as_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory was given back once the model had replaced it, and the next replay was an illegal access."""
+    model, seen = _Recurrent(), list[weakref.ref[torch.Tensor]]()
+
+    def forward(slot: int) -> list[torch.Tensor]:
+        seen.append(weakref.ref(model.hidden))
+        return [model(torch.ones(4)).clone()]
+
+    monkeypatch.setattr(capture, "PLAIN", Mock)
+    monkeypatch.setattr(capture, "thread_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    driver = types.SimpleNamespace(event=int, call=lambda *given: None, nodes=lambda graph: [])
+    flush = types.SimpleNamespace(chained=lambda *given: 0)
+    made = CapturedForwards(cast(Any, driver), cast(Any, flush), forward, 1, lambda: tensors_kept_by(model))
+    _, of_the_graph = seen
+    assert of_the_graph() is not None
+    del made
+    assert of_the_graph() is None, "and no longer"
+
+
+def test_what_lies_deeper_in_a_model_is_known_too() -> None:
+    assert sorted(tensor.numel() for tensor in tensors_kept_by(_Recurrent())) == [2, 3, 4, 4]
+    assert tensors_kept_by(lambda x: x) == []
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["in a call", "at its end"])
