@@ -310,8 +310,8 @@ class _Recurrent(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.hidden = torch.zeros(4)
+        self.cached = [torch.ones(3)]
         self.inner = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
-        self.inner[0].cached = [torch.ones(3)]
 
     def forward(self, first: torch.Tensor) -> torch.Tensor:
         self.hidden.copy_(first)
