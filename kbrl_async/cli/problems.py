@@ -202,6 +202,9 @@ def _import(args: argparse.Namespace, place: str) -> int:
         bar = progress.add_task(f"importing {name}", total=None)
         for number, row in enumerate(importer.run(itertools.islice(found, args.limit or None)), start=1):
             progress.update(bar, description=escape(f"{number} rows: {row.problem_id[:40]}"))
+    if not importer.rows:
+        cure = "Name the folder that holds the problems' files; --format takes another format than it looks like"
+        raise UserError(f"nothing in {place} is of the format {name}", cure)
     outcomes = Counter(row.outcome for row in importer.rows)
     reasons = Counter(_cause(row.reason) for row in importer.rows if row.outcome == "left out")
     rows = table(("rows", "what became of them"), f"{place}: {len(importer.rows)} rows, format {name}")

@@ -16,14 +16,21 @@ from kbrl_async.kernels.importing.found import Found, LeftOut, fresh_inputs, par
 LINE = re.compile(r"^#{40,}\s*$", re.MULTILINE)
 
 
+IN_A_CHECKOUT = "TritonBench_T_v1"
+
+
 def knows(place: Path) -> bool:
-    return place.is_dir() and any(
-        LINE.search(path.read_text(encoding="utf-8", errors="replace")) for path in sorted(place.glob("*.py"))[:5]
-    )
+    return any(LINE.search(path.read_text(encoding="utf-8", errors="replace")) for path in _files(place)[:5])
+
+
+def _files(place: Path) -> list[Path]:
+    """Of a folder, or of a checkout, which has them in a folder of `data`."""
+    folders = [place, place / IN_A_CHECKOUT, place / "data" / IN_A_CHECKOUT]
+    return sorted(next((folder for folder in reversed(folders) if folder.is_dir()), place).glob("*.py"))
 
 
 def read(place: Path) -> Iterator[Found]:
-    for path in sorted(place.glob("*.py")):
+    for path in _files(place):
         text = path.read_text(encoding="utf-8", errors="replace")
         try:
             yield Found(stem_of(path.stem), source_of(text), origin=path.name)

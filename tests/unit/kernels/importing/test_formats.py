@@ -389,6 +389,18 @@ def test_scaled():
     assert not torch.equal(outputs_of(scaled), outputs_of(scaled))
 
 
+def test_tritonbench_is_found_in_a_checkout_of_it(tmp_path: Path) -> None:
+    """The JSON files beside it, of prompts, were taken for rows, and each was left out."""
+    folder = tmp_path / "data" / "TritonBench_T_v1"
+    folder.mkdir(parents=True)
+    (folder / "one.py").write_text("def one(x):\n    return x\n\n" + "#" * 60 + "\n")
+    (tmp_path / "data" / "prompts.jsonl").write_text('{"file": "one.py"}\n')
+    (tmp_path / "run.py").write_text("import torch\n")
+    for place in (tmp_path, tmp_path / "data", folder):
+        name, found = read(str(place))
+        assert (name, [one.origin for one in found]) == ("tritonbench", ["one.py"])
+
+
 def test_plain_modules_and_functions_with_example_inputs_are_taken(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(
         model("Net").partition("def get_inputs")[0] + "example_inputs = (torch.ones(2, 3),)\n"

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from kbrl_async.kernels.problems import parse_problem
 from kbrl_async.kernels.verify import Bench, sets
 from kbrl_async.kernels.verify.compare import difference
+from kbrl_async.kernels.verify.input_set import is_degenerate
 from kbrl_async.kernels.verify.inputs import KINDS, Kind, moved, vary
-from kbrl_async.kernels.verify.tolerance import is_noise, tolerance
+from kbrl_async.kernels.verify.tolerance import Tolerance, is_noise, tolerance
 from protocols.records import Candidate, Fault
 
 SIDES = {
@@ -243,6 +244,24 @@ def test_an_output_of_rounding_errors_alone_refuses_nobody_and_proves_nothing(be
     verdict = bench.evaluate(problem, Candidate(NOISE + WIDE, "torch"), {}, timing=False).verdict
     assert verdict.fault is Fault.OK, verdict
     assert all(one.degenerate for one in bench.references.get(problem).references[0].sets)
+
+
+@pytest.mark.parametrize(
+    ("made", "is_so"),
+    [
+        (lambda x: x.half(), True),
+        (lambda x: x.double(), True),
+        (lambda x: x.half() * 2, False),
+        (lambda x: x > 0, False),
+        (lambda x: x.to(torch.complex64), False),
+    ],
+)
+def test_where_a_cast_of_an_input_is_right_nothing_is_proven(
+    made: Callable[[torch.Tensor], torch.Tensor], is_so: bool
+) -> None:
+    """A copy of what the library had cast was accepted: bringing inputs to another type is free."""
+    x = torch.randn(4096)
+    assert is_degenerate([x], [made(x)], [Tolerance(1e-4, 1e-4)]) is is_so
 
 
 def test_a_jump_is_no_noise() -> None:
