@@ -38,6 +38,7 @@ from kbrl_async.runs.folder import Run, refused, runs_in
 from kbrl_async.runs.origins import SMALL, cache_folder
 from kbrl_async.runs.problems import excluded_told, problems_of, split_told
 from kbrl_async.runs.sizing import layout
+from kbrl_async.runs.sizing.footprint import GB
 from kbrl_async.sampling.vllm.options import check_installed
 from kbrl_async.secret import secret
 from kbrl_async.shapes import ModelShape, read_shape
@@ -78,7 +79,9 @@ def check_host(plan: Run, *, starts_here: bool = True) -> None:
         check_devices(config, gpus)
         check_backend(config)
         check_memory(config, gpus)
-    check_disk(plan.path, config.compile_farm.store_max_bytes + SPARE_BYTES)
+    shape = shape_named(config.model_name) if config.learner.engine == "torch" else None
+    checkpoints = 0 if shape is None else round(layout.checkpoints_on_disk(config, shape))
+    check_disk(plan.path, config.compile_farm.store_max_bytes + SPARE_BYTES, checkpoints)
     if config.model_name == SMALL:
         check_writable(cache_folder(config), "Set cache_path=… to a folder that you may write")
     if config.tensorboard.log_dir is not None:
@@ -246,9 +249,13 @@ def check_backend(config: Config) -> None:
         raise MissingTool(f"backend={config.backend}: {why}")
 
 
-def check_disk(run_dir: Path, needed: int) -> None:
-    """There is room, and we may write."""
-    check_room(run_dir, needed, "the run", "set log_path=… to another disk, or lower compile_farm.store_max_bytes")
+def check_disk(run_dir: Path, needed: int, checkpoints: int = 0) -> None:
+    """There is room for so many bytes, and for those of checkpoints, and we may write."""
+    who, cure = "the run", "set log_path=… to another disk, or lower compile_farm.store_max_bytes"
+    if checkpoints > needed:
+        who = f"the run with its checkpoints of {checkpoints / GB:.0f} GB"
+        cure = "set log_path=… to another disk, raise learner.checkpoint_every, or lower learner.keep_checkpoints"
+    check_room(run_dir, needed + checkpoints, who, cure)
 
 
 def check_room(folder: Path, needed: int, who: str, cure: str) -> None:

@@ -65,6 +65,10 @@ class LearnerEngine(Protocol):
     def is_remote(self) -> bool:
         """It computes elsewhere: nothing here needs to stand still for a bench."""
 
+    @property
+    def is_saving(self) -> bool:
+        """A checkpoint is still being written; the next one would wait for it."""
+
     def step(self, groups: Sequence[TrainGroup], temperature: float, tick: Tick, version: int) -> dict[str, float]:
         """One update of policy `version`; its metrics. `tick` is called now and then.
 
@@ -166,6 +170,10 @@ class LocalEngine:
         """FLOP/s that `mfu` is a share of."""
         tera = self.trainer.settings.learner.peak_tflops
         return tera * 1e12 if tera else efficiency.measured_peak(self.trainer.device, self.trainer.bf16)
+
+    @property
+    def is_saving(self) -> bool:
+        return self.trainer.is_saving
 
     def save(self, progress: checkpoints.LearnerProgress, keep: int) -> None:
         checkpoints.save(self._checkpoints, self.trainer, progress, keep)

@@ -7,7 +7,8 @@
 Invariants
 * A batch is on disk before the version that it made is published, so each can be made again from a checkpoint. One
   that never got so far is not here: a batch that kills the learner must not do so again at every start.
-* It holds one batch for each version from the oldest kept checkpoint on: `checkpoint_every · keep_checkpoints` at most.
+* It holds one batch for each version from the oldest kept checkpoint on: `checkpoint_every · keep_checkpoints` at most,
+  or what is trained meanwhile where checkpoints take long to write.
 """
 
 from __future__ import annotations

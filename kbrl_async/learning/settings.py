@@ -158,7 +158,7 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     token_budget: Count = 0
     """Tokens of one microbatch; longer sequences stand alone. 0: 2048."""
     checkpoint_every: AtLeastOne = 1
-    """Updates between two checkpoints; batches since the last one are on disk, and are trained again after a crash."""
+    """Updates between two checkpoints, more where they take long to write; after a crash those since are made again."""
     keep_checkpoints: AtLeastOne = 2
     """Newest checkpoints that stay on disk."""
 

@@ -243,6 +243,7 @@ class TinkerLearner:
     """`LearnerEngine` over one adapter at the service."""
 
     is_remote = True
+    is_saving = False
 
     def __init__(self, setup: LearnerSetup, account: Account, base: str) -> None:
         self._setup, self._account, self._base = setup, account, base

@@ -170,6 +170,11 @@ class Trainer(Updates):
         group = self.process_group
         self._saving = shards.write(state, folder, group.background, group.size, commit)
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether what `save` began is not done yet."""
+        return self._saving is not None and not self._saving.done()
+
     def settle(self) -> None:
         """Returns when what `save` began is done.
 

@@ -20,6 +20,7 @@ from kbrl_async.learning.settings import LEARNER_ENGINES
 from kbrl_async.learning.sft import without_behaviour
 from kbrl_async.runs.telemetry.live import LEARNER_FACTS
 from protocols.records import TrainBatch, TrainGroup, UpdateReport
+from services.learner.pace import CheckpointPace
 from services.learner.policy import may_skip_files, sender_of, setup_of
 from services.learner.publishing import Publisher
 from services.runtime.service import Service, Stopped
@@ -46,6 +47,7 @@ class Learning:
         may_skip = isinstance(engine, KeepsSnapshots) and may_skip_files(service.config)
         self._publisher = Publisher(service.policies, sender_of(service, engine), skips=may_skip)
         self._replay_log = ReplayLog(self._checkpoints)
+        self._pace = CheckpointPace(service.config.learner.checkpoint_every)
         self._trained_again = 0
         self._is_lost = False
         """Nobody knows what has become of the engine's weights."""
@@ -151,10 +153,14 @@ class Learning:
 
     def _kept(self) -> dict[str, float]:
         """Checkpoint, if one is due, and publication of what was trained."""
-        begun, is_due = time.time(), self.version % self._service.config.learner.checkpoint_every == 0
-        if is_due:
+        took: dict[str, float] = {}
+        if self._pace.is_due(self.version, self._engine.is_saving):
+            begun = time.monotonic()
             self._checkpoint()
-        took = {"time/checkpoint_s": time.time() - begun} if is_due else {}
+            took["time/checkpoint_s"] = time.monotonic() - begun
+            self._pace.took(took["time/checkpoint_s"])
+        elif self._pace.is_put_off:
+            self._service.log.debug("checkpoint put off", policy_version=self.version)
         self.publish()
         return took
 

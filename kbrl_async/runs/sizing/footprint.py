@@ -129,6 +129,14 @@ def learner(shape: ModelShape, how: LearnerSizing) -> Footprint:
     return Footprint({name: count for name, count in parts.items() if count})
 
 
+def checkpoint_bytes(shape: ModelShape, how: LearnerSizing) -> float:
+    """Of all ranks together: what is trained, and its moments."""
+    trained, item = (
+        (how.adapters * shape.adapter(how.rank), float(FP32)) if how.rank else (shape.parameters, HELD[how.held])
+    )
+    return (item + (memory.PACKED_MOMENTS if how.eight_bit else 2 * item)) * trained
+
+
 def _gathered(shape: ModelShape, how: LearnerSizing) -> float:
     """The layer that is computed, the one that is fetched meanwhile, and what stands around all layers."""
     item = float(BF16) if how.computes_held_bf16 else HELD[how.held]

@@ -9,6 +9,7 @@ Invariant: a prediction that is too high must not refuse a run that would fit (`
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from kbrl_async.runs.sizing.footprint import (
     LearnerSizing,
     Recomputed,
     SamplerSizing,
+    checkpoint_bytes,
     learner,
     served_weights,
     transformers_sampler,
@@ -164,6 +166,15 @@ def _sampler(config: Config, shape: ModelShape, capacity: float | None) -> Footp
     held = weights * (1 if config.lora_rank or config.sends_weights else 2)
     least = token * longest(config, shape)
     return Footprint({"weights": held, "vLLM": VLLM_BESIDE, "KV cache": max(least, min(cache, left))})
+
+
+def checkpoints_on_disk(config: Config, shape: ModelShape) -> float:
+    """Bytes of all checkpoints that are on disk at once: those that are kept and the one that is being written, of a
+    short run its first and those that come due.
+    """
+    settings = config.learner
+    count = min(settings.keep_checkpoints + 1, 1 + config.max_steps // settings.checkpoint_every)
+    return count * checkpoint_bytes(shape, learning_of(config, shape, None if config.device == "cpu" else math.inf))
 
 
 def by_gpu(everyone: Sequence[Tenant]) -> dict[int, list[Tenant]]:

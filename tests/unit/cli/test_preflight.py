@@ -61,6 +61,17 @@ def test_a_full_disk_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         preflight.check_disk(folder / "runs/x", 2**31)
 
 
+def test_checkpoints_that_the_disk_can_not_hold_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all weights of eight billion and their moments each is 98 GB: a disk of 252 was full at the third."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=200 * 10**9))
+    wish = ["model_name=Qwen3-8B", "lora_rank=0", "device=cuda", "max_steps=20", "compile_farm.store_max_bytes=1"]
+    with pytest.raises(DiskFull, match=r"186\.3 GiB free, the run with its checkpoints of 295 GB needs 275\.6") as told:
+        preflight.check_host(planned(*wish), starts_here=False)
+    assert "learner.checkpoint_every" in told.value.cure
+    preflight.check_host(planned(*wish, "learner.checkpoint_every=50"), starts_here=False)
+    preflight.check_host(planned(*wish, "lora_rank=32"), starts_here=False)
+
+
 def test_a_folder_that_cannot_be_written_is_named() -> None:
     with pytest.raises(ConfigError, match="cannot write to /proc"):
         preflight.check_disk(Path("/proc/runs/x"), 0)

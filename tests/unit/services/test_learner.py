@@ -206,6 +206,19 @@ def _die(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+def test_an_update_does_not_wait_for_a_checkpoint_that_is_still_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = learning(tmp_path)
+    monkeypatch.setattr(LocalEngine, "is_saving", True)
+    for index in range(2):
+        assert "time/checkpoint_s" not in made.train(batch(index), groups(index), nothing).metrics
+    monkeypatch.setattr(LocalEngine, "is_saving", False)
+    assert "time/checkpoint_s" in made.train(batch(2), groups(2), nothing).metrics
+    again = learning(tmp_path)
+    assert again.version == 3
+
+
 def test_batches_older_than_the_oldest_checkpoint_are_dropped(tmp_path: Path) -> None:
     made = learning(tmp_path, learner=Learner(peak_tflops=1e-3, checkpoint_every=2, keep_checkpoints=2))
     for index in range(5):

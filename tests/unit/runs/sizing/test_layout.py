@@ -13,7 +13,7 @@ from kbrl_async.runs.config import Config, load
 from kbrl_async.runs.config.placement import Gpu, wanted
 from kbrl_async.runs.sizing.advice import Wish, as_tree, capacity_of, recommend
 from kbrl_async.runs.sizing.footprint import GB
-from kbrl_async.runs.sizing.layout import check, learning_of, misfit, tenants
+from kbrl_async.runs.sizing.layout import check, checkpoints_on_disk, learning_of, misfit, tenants
 from kbrl_async.shapes import KNOWN
 
 H100, H200 = Gpu("0", "NVIDIA H100", 79.2), Gpu("0", "NVIDIA H200", 140.0)
@@ -94,6 +94,22 @@ def test_a_run_on_the_cpu_is_held_against_the_hosts_memory() -> None:
     why = misfit(config("model_name=Qwen2.5-7B", "device=cpu"), KNOWN["Qwen2.5-7B"], [H200], HOST)
     assert why is not None
     assert "this host has 16 GB" in why.cause
+
+
+@pytest.mark.parametrize(
+    ("words", "gb"),
+    [
+        ("lora_rank=0 max_steps=20", 295),  # two are kept, and one is being written
+        ("lora_rank=0 max_steps=20 learner.checkpoint_every=20", 197),
+        ("lora_rank=0 max_steps=20 learner.checkpoint_every=50", 98),
+        ("lora_rank=0 max_steps=20 learner.checkpoint_every=50 learner.optimizer=adamw_8bit", 49),
+        ("lora_rank=32 max_steps=20", 3.1),
+    ],
+)
+def test_checkpoints_are_of_what_is_trained_and_its_moments(words: str, gb: float) -> None:
+    """One of Qwen3-8B was 98 GB on the disk of a GPU host."""
+    made = config("model_name=Qwen3-8B", "device=cuda", *words.split())
+    assert checkpoints_on_disk(made, KNOWN["Qwen3-8B"]) / GB == pytest.approx(gb, rel=0.02)
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8, 32])
