@@ -153,14 +153,13 @@ class Learning:
 
     def _kept(self) -> dict[str, float]:
         """Checkpoint, if one is due, and publication of what was trained."""
-        took: dict[str, float] = {}
-        if self._pace.is_due(self.version, self._engine.is_saving):
-            begun = time.monotonic()
+        begun, is_due = time.monotonic(), self._pace.is_due(self.version, self._engine.is_saving)
+        if is_due:
             self._checkpoint()
-            took["time/checkpoint_s"] = time.monotonic() - begun
-            self._pace.took(took["time/checkpoint_s"])
+            self._pace.took(time.monotonic() - begun)
         elif self._pace.is_put_off:
             self._service.log.debug("checkpoint put off", policy_version=self.version)
+        took = {"time/checkpoint_s": time.monotonic() - begun} if is_due else {}
         self.publish()
         return took
 

@@ -80,7 +80,7 @@ def test_our_audit_of_kernelbench_speaks_of_its_problems_wherever_they_lie(
 def test_what_is_shipped_of_kernelbench_flags_its_problems(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As many as docs/corpora.md says; a problem of the same name and another text has none of it."""
+    """As many as docs/sources.md says; a problem of the same name and another text has none of it."""
     shipped = {path.stem: audit_file.read(path).problems for path in audit_file.OUR_AUDITS.glob("kernelbench-*.json")}
     assert set(shipped) == {"kernelbench-cpu", "kernelbench-gpu"}
     of_gpu = shipped["kernelbench-gpu"]
