@@ -71,7 +71,9 @@ class FigurePair(NamedTuple):
 @commands
 def check(run: Path, /) -> Result:
     """Every figure of a run that has ended, printed and made again."""
-    printed = msgspec.json.decode((run / "summary.json").read_bytes())
+    if not (summary := run / "summary.json").is_file():
+        raise CheckpointError(f"{run} has no summary.json", "Give a run that has ended")
+    printed = msgspec.json.decode(summary.read_bytes())
     made = dict(again(ArchivedTurns(run / "rollouts.sqlite"), run))
     found = [*_fields(printed, made), *_texts(run, made)]
     _show(run, found)

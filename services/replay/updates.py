@@ -68,6 +68,9 @@ def _trainer(config: Config, manifest: PolicyVersion) -> Trainer:
     if manifest.kind not in LOCAL:
         cause = f"the updates of this run were not made here (learner.engine={config.learner.engine})"
         raise CheckpointError(cause, "Add --no-train: its decisions are made again")
+    if config.sampler.forced and not any(Path(manifest.base_model).glob("*.safetensors")):
+        cause = f"the random weights of this rehearsal are no longer in {manifest.base_model}"
+        raise CheckpointError(cause, "Add --no-train, or rehearse with --keep, which leaves them there")
     # As many threads as the learner has: sums are split among them, and their last bits depend on how.
     torch.set_num_threads(config.learner.threads or len(cpu_layout(config, available_cores()).learner))
     return make_trainer(config, manifest.base_model, device_of(config))

@@ -26,6 +26,7 @@ from kbrl_async.runs.planning import plan_of, preset_for, rollout_rules
 from kbrl_async.runs.run_journal import FILE as JOURNAL_FILE
 from kbrl_async.runs.run_journal import RunJournal
 from kbrl_async.runs.run_state import RunState
+from kbrl_async.sampling.settings import Sampler
 from protocols.records import (
     BenchReport,
     BuildReport,
@@ -40,6 +41,7 @@ from protocols.rollout import Record, Work
 from services.learner.policy import make_trainer
 from services.replay.batches import replay_batch
 from services.replay.runs import replay_run
+from services.replay.updates import first_trainer
 from tests.models import SMALLER, VOCABULARY, tiny_model
 
 CANARY = [1, 2, 3, 4]
@@ -295,3 +297,12 @@ def test_an_adapter_is_replayed_bit_by_bit_too(tmp_path: Path) -> None:
     assert report.curve.exact == 2
     assert report.weights == "policy version 2: all weights equal bit by bit"
     assert replay_batch(run.path, "batch-000001").policy.startswith("checkpoint")
+
+
+def test_a_rehearsal_without_its_weights_says_how_it_can_be_replayed(tmp_path: Path) -> None:
+    """They are deleted at its end; the message was that of a model that nobody knows."""
+    run = FakeRun(tmp_path, sampler=Sampler(forced="answers.json"))
+    (Path(run.config.model_name) / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="random weights of this rehearsal are no longer") as told:
+        first_trainer(run.path, run.config)
+    assert "--no-train" in told.value.cure
