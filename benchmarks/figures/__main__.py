@@ -34,6 +34,7 @@ from benchmarks.figures.again import again
 from benchmarks.figures.archive import ArchivedTurns
 from benchmarks.figures.versions import NAMES
 from benchmarks.harness import Commands, Result, environment, kbrl_command
+from kbrl_async.errors import CheckpointError
 
 commands = Commands("figures", __doc__)
 
