@@ -11,7 +11,7 @@ class Model(nn.Module):
 
 
 cols = 256  # gpu: 4096
-few = 64  # gpu: 1024
+few = 64  # gpu: 4096
 many = 512  # gpu: 8192
 WORKLOADS = [{"shape": {"rows": few}, "weight": 3}, {"shape": {"rows": many}}]
 BACKWARD = "inputs"
