@@ -13,7 +13,6 @@ import pytest
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels import settings as sections
 from kbrl_async.kernels.sandbox import Limits
-from kbrl_async.kernels.stages import StageClock
 from kbrl_async.kernels.verify import bench as module
 from kbrl_async.kernels.verify.bench import Bench
 from kbrl_async.kernels.verify.checks import Checker
@@ -95,15 +94,19 @@ def test_nobody_records_a_hoarder_again_on_a_reference_that_is_gone() -> None:
     device = Mock(spec=Device, has_neighbours=False)
     device.free.return_value, device.held.return_value = 0, 80 << 30
     device.fitted.side_effect = lambda options: options
-    bench = Bench(cast(Any, SimpleNamespace(generation=1)), bench_options(sections.TimingBench(), "cpu"), device=device)
+    zygote = cast(Any, SimpleNamespace(start=lambda: None, generation=1))
+    bench = Bench(zygote, bench_options(sections.TimingBench(), "cpu"), device=device)
     bench.references = references = Mock()
     reference = Mock(device_bytes=1 << 30, reference_s=0.0, sets=[])
-    checker = Checker(Mock(), reference, bench.options, random.Random(0), Mock())
-    checker.session, checker.is_shared = Mock(), True
-    lacks = patch.object(bench, "_through_stages", side_effect=RuntimeError("CUDA out of memory"))
-    with lacks, patch.object(bench, "_checker", return_value=checker), patch.object(module, "verdict_of") as told:
-        told.side_effect = lambda checker: Verdict(checker.fault.kind)
-        verdict, _ = bench._settled(reference, Mock(clock=StageClock()), bench.options, None)
+    references.get.return_value.cases = [Mock(reference=reference)]
+
+    def lacks_memory(checker: Checker, *given: Any) -> None:
+        checker.session, checker.is_shared = Mock(), True
+        raise RuntimeError("CUDA out of memory")
+
+    told = patch.object(module, "verdict_of", side_effect=lambda checker: Verdict(checker.fault.kind))
+    with patch.object(Checker, "start", lacks_memory), told:
+        verdict = bench.evaluate(PROBLEM, Candidate("", "c"), {}).verdict
     assert verdict.fault is Fault.OUT_OF_MEMORY
     references.drop.assert_called_once_with(reference)
     device.is_repeated.assert_not_called()

@@ -225,17 +225,15 @@ def test_who_takes_no_nan_is_asked_over_other_numbers() -> None:
     assert caught.fault is Fault.CHEATING
 
 
-def test_who_does_not_survive_nan_is_unproven() -> None:
-    child = Child(decoy)
-
-    def call(op: int, slot: int, deadline_s: float) -> ForwardOutcome:
-        if bool(child.place.isnan().any()):
+class LoopsOverNan(Child):
+    def call(self, op: int, slot: int, deadline_s: float) -> ForwardOutcome:
+        if bool(self.place.isnan().any()):
             raise CandidateFault(Fault.TIMEOUT, "no result after 2.00 s")
-        return Child.call(child, op, slot, deadline_s)
+        return super().call(op, slot, deadline_s)
 
-    found = watched(child)
-    cast(Any, found._sides.candidate).call = call
-    finding = found.of_watched()
+
+def test_who_does_not_survive_nan_is_unproven() -> None:
+    finding = watched(LoopsOverNan(decoy)).of_watched()
     assert finding is not None
     assert finding.fault is Fault.UNPROVEN
     assert "no result after 2.00 s" in finding.text
