@@ -16,7 +16,9 @@ Invariants
 # ruff: noqa: N803, N806, N815 - capital suffixes of names give tensor shapes
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -86,6 +88,7 @@ class OfModules(Generic[Batch]):
         self._model, self._learner, self._device, self._sharded = model, learner, device, sharded
         self._adapters = adapter_names(model)
         self._recompute: Recompute | None = None
+        self._room: memory.ActivationRoom | None = None
 
     def recomputing(self) -> Self:
         """Chooses what is computed again, from now on: the model's layers are wrapped, once."""
@@ -98,9 +101,14 @@ class OfModules(Generic[Batch]):
 
     def plan(self, tokens: int) -> memory.MemoryPlan:
         """What a microbatch of so many tokens keeps for its backward pass."""
-        return memory.planned(self._learner.activation_checkpointing, self.shape, tokens, self._room)
+        assert self._room is not None, "asked of who computes again"
+        return memory.planned(self._learner.activation_checkpointing, self.shape, tokens, self._room.bytes)
 
     def run(self, samples: Sequence[TrainSample], temperature: float, visit: Visit, tick: Tick) -> None:
+        with contextlib.nullcontext() if self._room is None else self._room.watched():
+            self._run(samples, temperature, visit, tick)
+
+    def _run(self, samples: Sequence[TrainSample], temperature: float, visit: Visit, tick: Tick) -> None:
         packed = [(adapter, batch.to(self._device)) for adapter, batch in self._grouped(samples)]
         # Asked before the first pass: every collective comes at the same place on all ranks.
         passes = len(packed) if self._sharded is None else self._sharded.passes(len(packed))
@@ -216,12 +224,16 @@ class FusedPasses:
 
     def plan(self, tokens: int) -> memory.MemoryPlan:
         """What a microbatch of so many tokens keeps for its backward pass."""
-        return memory.planned(self._learner.activation_checkpointing, self.shape, tokens, self._room)
+        return memory.planned(self._learner.activation_checkpointing, self.shape, tokens, self._room.bytes)
 
     def run(self, samples: Sequence[TrainSample], temperature: float, visit: Visit, tick: Tick) -> None:
         if not _is_adapted(self._model):
             self._unadapted.run(samples, temperature, visit, tick)
             return
+        with self._room.watched():
+            self._run(samples, temperature, visit, tick)
+
+    def _run(self, samples: Sequence[TrainSample], temperature: float, visit: Visit, tick: Tick) -> None:
         self.decoder.refresh()
         share = self._learner.share_prompts and self._ranks is None
         # Packed and sent one by one: the host prepares a bundle while the device computes those before it.
@@ -299,12 +311,13 @@ def _is_adapted(model: torch.nn.Module) -> bool:
     return not any(getattr(layer, "disable_adapters", False) for layer in layers)
 
 
-def _room(model: torch.nn.Module, learner: Learner, device: torch.device) -> float:
-    """Bytes for activations: what may be held, less what is held already and what the first update adds to it."""
+def _room(model: torch.nn.Module, learner: Learner, device: torch.device) -> memory.ActivationRoom:
+    """For activations: what may be held, less what is held already and what the first update adds to it."""
     if device.type != "cuda":
-        return learner.memory_gb * 1e9 or float("inf")
+        return memory.ActivationRoom(learner.memory_gb * 1e9 or float("inf"), 0.0)
     limit = learner.memory_gb * 1e9 or 0.9 * torch.cuda.get_device_properties(device).total_memory
-    return float(limit - torch.cuda.memory_allocated(device) - _update_bytes(model, learner, device))
+    taken = torch.cuda.memory_allocated(device) + _update_bytes(model, learner, device)
+    return memory.ActivationRoom(limit, taken, functools.partial(torch.cuda.max_memory_allocated, device))
 
 
 def _update_bytes(model: torch.nn.Module, learner: Learner, device: torch.device) -> float:

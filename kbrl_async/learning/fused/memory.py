@@ -16,6 +16,8 @@ again, its MLP (`full − lean`) while that is, `SLACK`, and the head's chunks (
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 MOMENT_BLOCK = 256
@@ -107,6 +109,23 @@ class MemoryPlan(NamedTuple):
 def logits_at_once(*, on_gpu: bool) -> int:
     """Most logits that exist at once, in numbers: a GPU's matrix products want long chunks."""
     return 1 << (27 if on_gpu else 24)
+
+
+class ActivationRoom:
+    """Bytes that activations may take. Estimates are off by some per cent: a pass that is seen to lift the process's
+    peak above its limit leaves that much less for those after it.
+    """
+
+    def __init__(self, limit: float, taken: float, peak: Callable[[], float] = lambda: 0.0) -> None:
+        """`limit` of the process, of which `taken` is not for activations; `peak`: the most that it held so far."""
+        self.bytes, self._limit, self._peak = limit - taken, limit, peak
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around forward and backward passes."""
+        before = max(self._peak(), self._limit)
+        yield
+        self.bytes -= max(0.0, self._peak() - before)
 
 
 def planned(mode: str, shape: DecoderShape, tokens: int, room: float) -> MemoryPlan:
