@@ -12,7 +12,7 @@ and one pair of events, and each still finds its inputs cold (its code and weigh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from kbrl_async.kernels.verify.cuda.own_graphs import PLAIN
 
 _NAMES = {HOST: "a call of the host", 6: "a wait for an event", 7: "a record of an event", 10: "an allocation"}
 _PER_THREAD = 2  # CU_STREAM_PER_THREAD
+_DEPTH = 4
+"""Of containers in each other."""
 _ALLOWED = (KERNEL, MEMCPY, MEMSET, EMPTY, CHILD)
 
 
@@ -74,17 +76,19 @@ class Flush:
 
 
 def tensors_kept_by(model: Any) -> list[torch.Tensor]:
-    """What a model has as attributes of its modules, and in lists and dictionaries there. Of what is no module nothing
-    is known.
+    """What a model has as attributes of its modules, and in lists, tuples and dictionaries there. Of what is no module
+    nothing is known.
     """
-    found: list[torch.Tensor] = []
-    for module in model.modules() if isinstance(model, torch.nn.Module) else ():
-        for value in vars(module).values():
-            inner = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-            )
-            found += (one for one in inner if isinstance(one, torch.Tensor))
-    return found
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    return [tensor for module in modules for tensor in _tensors_in(vars(module), _DEPTH)]
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, (dict, list, tuple)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(one, depth - 1)
 
 
 class CapturedForwards:

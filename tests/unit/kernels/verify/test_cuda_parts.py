@@ -310,7 +310,7 @@ class _Recurrent(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.hidden = torch.zeros(4)
-        self.cached = [torch.ones(3)]
+        self.cached = [(torch.ones(3), {"deeper": torch.ones(5)})]
         self.inner = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
 
     def forward(self, first: torch.Tensor) -> torch.Tensor:
@@ -341,7 +341,7 @@ def test_what_a_graph_writes_to_lives_as_long_as_the_graph(monkeypatch: pytest.M
 
 
 def test_what_lies_deeper_in_a_model_is_known_too() -> None:
-    assert sorted(tensor.numel() for tensor in tensors_kept_by(_Recurrent())) == [2, 3, 4, 4]
+    assert sorted(tensor.numel() for tensor in tensors_kept_by(_Recurrent())) == [2, 3, 4, 4, 5]
     assert tensors_kept_by(lambda x: x) == []
 
 
