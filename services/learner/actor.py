@@ -20,7 +20,6 @@ from kbrl_async.learning.settings import LEARNER_ENGINES
 from kbrl_async.learning.sft import without_behaviour
 from kbrl_async.runs.telemetry.live import LEARNER_FACTS
 from protocols.records import TrainBatch, TrainGroup, UpdateReport
-from services.learner.pace import CheckpointPace
 from services.learner.policy import may_skip_files, sender_of, setup_of
 from services.learner.publishing import Publisher
 from services.runtime.service import Service, Stopped
@@ -30,10 +29,43 @@ KEPT_VERSIONS = 4
 REMEMBERED = 64
 """Batches that are known again. What a broker has lost of its journal is a second's work, not so many updates."""
 
+LONG_S = 5.0
+"""What training waits for less long needs no care."""
+SHARE = 0.1
+"""Of the time, that training may wait for checkpoints longer than that."""
+
 
 class UpdateLost(RuntimeError):  # noqa: N818 - reads as the sentence it prints
     """Trained, and neither kept nor published. Not a KbrlError: the nanny starts this process again, which does that
     from the last checkpoint and the batches after it."""
+
+
+class CheckpointPace:
+    """A checkpoint is due every `every` updates. It is put off while the one before is still being written, and, where
+    that kept training waiting for long, until no more than `SHARE` of the time goes into them: the batches since the
+    last checkpoint are on disk, so what is put off is only trained again after a crash.
+    """
+
+    def __init__(self, every: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every, self._clock = every, clock
+        self._is_owed = False
+        self._not_before = -float("inf")
+
+    def is_due(self, version: int, is_saving: bool) -> bool:
+        """After the update that made this version."""
+        self._is_owed = self._is_owed or version % self._every == 0
+        return self._is_owed and not is_saving and self._clock() >= self._not_before
+
+    @property
+    def is_put_off(self) -> bool:
+        """Whether one is due and was not written, when last asked."""
+        return self._is_owed
+
+    def took(self, seconds: float) -> None:
+        """One was begun, for which training waited so long."""
+        self._is_owed = False
+        if seconds > LONG_S:
+            self._not_before = self._clock() + seconds * (1 - SHARE) / SHARE
 
 
 class Learning:

@@ -119,7 +119,7 @@ def learner(shape: ModelShape, how: LearnerSizing) -> Footprint:
         parts["adapter"] = item * trained
     else:
         trained, item = shape.parameters / split, HELD[how.held]
-    parts |= {"gradients": item * trained, "moments": (memory.PACKED_MOMENTS if how.eight_bit else 2 * item) * trained}
+    parts |= {"gradients": item * trained, "moments": _moments(how, item) * trained}
     parts["reference"] = HELD[how.held] * shape.parameters / split if how.reference else 0.0
     if how.on_host:
         parts = {}
@@ -131,10 +131,15 @@ def learner(shape: ModelShape, how: LearnerSizing) -> Footprint:
 
 def checkpoint_bytes(shape: ModelShape, how: LearnerSizing) -> float:
     """Of all ranks together: what is trained, and its moments."""
-    trained, item = (
-        (how.adapters * shape.adapter(how.rank), float(FP32)) if how.rank else (shape.parameters, HELD[how.held])
-    )
-    return (item + (memory.PACKED_MOMENTS if how.eight_bit else 2 * item)) * trained
+    trained, item = float(shape.parameters), HELD[how.held]
+    if how.rank:
+        trained, item = how.adapters * shape.adapter(how.rank), FP32
+    return (item + _moments(how, item)) * trained
+
+
+def _moments(how: LearnerSizing, item: float) -> float:
+    """Both, of a trained number that takes `item`."""
+    return memory.PACKED_MOMENTS if how.eight_bit else 2 * item
 
 
 def _gathered(shape: ModelShape, how: LearnerSizing) -> float:

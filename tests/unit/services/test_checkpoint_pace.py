@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.learner.pace import LONG_S, SHARE, CheckpointPace
+from services.learner.actor import LONG_S, SHARE, CheckpointPace
 
 
 class Clock:

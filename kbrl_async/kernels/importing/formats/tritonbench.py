@@ -14,8 +14,6 @@ from typing import NamedTuple
 from kbrl_async.kernels.importing.found import Found, LeftOut, fresh_inputs, parsed, stem_of, with_model_of
 
 LINE = re.compile(r"^#{40,}\s*$", re.MULTILINE)
-
-
 IN_A_CHECKOUT = "TritonBench_T_v1"
 
 
@@ -25,8 +23,8 @@ def knows(place: Path) -> bool:
 
 def _files(place: Path) -> list[Path]:
     """Of a folder, or of a checkout, which has them in a folder of `data`."""
-    folders = [place, place / IN_A_CHECKOUT, place / "data" / IN_A_CHECKOUT]
-    return sorted(next((folder for folder in reversed(folders) if folder.is_dir()), place).glob("*.py"))
+    inner = (place / "data" / IN_A_CHECKOUT, place / IN_A_CHECKOUT)
+    return sorted(next(filter(Path.is_dir, inner), place).glob("*.py"))
 
 
 def read(place: Path) -> Iterator[Found]:
