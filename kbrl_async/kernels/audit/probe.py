@@ -45,11 +45,11 @@ class AuditTask(msgspec.Struct, frozen=True):
     source: str
     device: str = "cpu"
     part: str = "scores"
-    """`scores`: randomness, cheap outputs and state; `casts`: what casting everything to one type does."""
+    """`scores`: randomness, cheap outputs and state; `casts`: what other devices and types do."""
     seeds: tuple[int, ...] = (1, 2, 3)
 
 
-Step = Literal["start", "run", "trials", "state", "casts"]
+Step = Literal["start", "run", "trials", "state", "elsewhere", "casts"]
 
 
 class AuditProbe(msgspec.Struct, frozen=True):
@@ -94,7 +94,10 @@ def run(task: AuditTask, send: Send) -> None:
     steps = _Steps(task)
     last = AuditProbe("start")
     parts: dict[str, dict[Step, _Next]]
-    parts = {"scores": {"trials": steps.cheap, "state": steps.state}, "casts": {"casts": steps.casts}}
+    parts = {
+        "scores": {"trials": steps.cheap, "state": steps.state},
+        "casts": {"elsewhere": steps.elsewhere, "casts": steps.casts},
+    }
     first: dict[Step, _Next] = {"run": steps.first}
     for name, step in (first | parts[task.part]).items():
         try:
@@ -222,22 +225,24 @@ class _Steps:
     def casts(self, probe: AuditProbe) -> AuditProbe:
         """Everything cast to one type, as KernelBench does: what integers among the inputs say to that."""
         found = [text for dtype in (torch.float32, *_HALF_TYPES) if (text := self._cast(dtype))]
-        fixed = [AuditFinding(FIXED_DEVICE, text)] if (text := self._elsewhere()) else []
-        findings = (*probe.findings, *fixed, *(AuditFinding("dtype_cast", text) for text in found))
-        return msgspec.structs.replace(probe, findings=findings)
+        return msgspec.structs.replace(
+            probe, findings=(*probe.findings, *(AuditFinding("dtype_cast", text) for text in found))
+        )
 
-    def _elsewhere(self) -> str:
+    def elsewhere(self, probe: AuditProbe) -> AuditProbe:
         """What it says to weights and inputs that are not on the CPU, shown without a GPU by tensors without memory;
         one that asks for CUDA by name may behave otherwise there.
         """
         if self.task.device != "cpu" or "cuda" in self.task.source:
-            return ""
+            return probe
         given = [item.to("meta") if isinstance(item, torch.Tensor) else item for item in self.inputs]
         try:
             self._forward(given, self._build().to("meta"))
         except Exception as error:  # the problem's own code, and what works on values only
-            return str(error)[:160] if _ELSEWHERE.search(str(error)) else ""
-        return ""
+            if _ELSEWHERE.search(str(error)):
+                fixed = AuditFinding(FIXED_DEVICE, str(error)[:160])
+                return msgspec.structs.replace(probe, findings=(*probe.findings, fixed))
+        return probe
 
     def _cast(self, dtype: torch.dtype) -> str:
         """What goes wrong; empty: nothing, or nothing that this device can show."""

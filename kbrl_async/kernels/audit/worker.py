@@ -49,6 +49,8 @@ _CASTS_S, _CASTS_SHARE = 5.0, 4.0
 precision and take a hundred times as long, for what no verdict is held against.
 """
 
+_PRELOAD = ("kbrl_async.kernels.audit.probe", "kbrl_async.kernels.audit.meta")
+
 Tell = Callable[[ProblemAudit, bool], None]
 
 
@@ -226,7 +228,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a problem prints is not an answer
     torch.set_num_threads(1 if options.device == "cpu" else torch.get_num_threads())
     device = device_of(options.device)
-    with device.zygote(("kbrl_async.kernels.audit.probe",)) as zygote:
+    with device.zygote(_PRELOAD if options.device == "cpu" else _PRELOAD[:1]) as zygote:
         _limit_own_memory(options)
         if options.device != "cpu":
             device.open(gpu_share(options))

@@ -50,6 +50,10 @@ class Backend:
     """Whether forward on a CPU can be written down: all its own launches are calls of C functions in its artifacts."""
     is_closed: ClassVar[bool] = False
     """Whether its kernels have no way to call a library, so that an operator inside of one is cheating."""
+    is_extension: ClassVar[bool] = False
+    """Whether its kernels are functions of C++ extensions: those may call the library, return what Python goes on with,
+    be local to their file, and be reached past the recorder, so that a launch that was not seen accuses nobody.
+    """
     key_prefix: ClassVar[str] = ""
     """How the keys of its artifacts begin, for those of ours: a candidate may have kernels of several. Empty: a bare
     hash."""

@@ -168,6 +168,10 @@ class Checker:
         return self.trust == REPLAYED
 
     @property
+    def is_extension(self) -> bool:
+        return self._backend.is_extension
+
+    @property
     def is_untrusted(self) -> bool:
         """Whether somebody else wrote it: what is measured of torch itself is ours."""
         return self._backend.needs_own_kernels
@@ -220,7 +224,8 @@ class Checker:
             self._overwritten.add(self._rng.randrange(seen))
         self._run_left(tick)
         if self._trace is not None:
-            self.refuse(proof.of_recorded(self._trace, is_closed=self._backend.is_closed))
+            closed, extension = self._backend.is_closed, self._backend.is_extension
+            self.refuse(proof.of_recorded(self._trace, is_closed=closed, is_extension=extension))
             self.refuse(proof.of_forbidden(self._trace, self.reference.declared.forbidden))
 
     def finish(self, tick: Callable[[], None]) -> None:

@@ -35,23 +35,18 @@ class Finding(msgspec.Struct, frozen=True):
     with one of them a candidate is `UNPROVEN`."""
 
 
-def of_recorded(trace: Trace, has_times: bool = True, is_closed: bool = False) -> Finding | None:
+def of_recorded(
+    trace: Trace, has_times: bool = True, is_closed: bool = False, is_extension: bool = False
+) -> Finding | None:
     """What a run says by itself; None where the own kernels may well do the work.
 
-    `has_times`: those of its trace are of the work itself; of a GPU's they are not. `is_closed`: as `Backend` says.
+    `has_times`: those of its trace are of the work itself; of a GPU's they are not. The others: as `Backend` says.
     """
     if trace.tampered:
         text = f"the candidate replaced {trace.tampered}"
         return Finding("tampered", text, f"{trace.tampered} is another object than before the candidate was loaded")
     if not trace.launches:
-        shown = f"own launches: none; {_library(trace)}"
-        if any(computes(name) for book in (trace.ops, trace.inside) for name in book):
-            text = "forward launched none of the candidate's own kernels: the result comes from the library"
-            return Finding("no_own_kernel", text, shown)
-        text = (
-            "no launch of a kernel of the candidate's own was seen, and none of the library's: its work is not proven"
-        )
-        return Finding("no_own_kernel", text, shown, Fault.UNPROVEN)
+        return _without_launches(trace, is_extension)
     calls = [name for name in trace.inside if computes(name)]
     if calls and is_closed:
         text = f"an own kernel calls {calls[0]}: C code that reaches into the library"
@@ -61,6 +56,20 @@ def of_recorded(trace: Trace, has_times: bool = True, is_closed: bool = False) -
         text = f"own kernels took {100 * own / (own + library):.2f} % of the computing time: the library did the work"
         return Finding("decoy_kernel", text, evidence(trace))
     return None
+
+
+def _without_launches(trace: Trace, is_extension: bool) -> Finding:
+    shown = f"own launches: none; {_library(trace)}"
+    if not any(computes(name) for book in (trace.ops, trace.inside) for name in book):
+        text = (
+            "no launch of a kernel of the candidate's own was seen, and none of the library's: its work is not proven"
+        )
+        return Finding("no_own_kernel", text, shown, Fault.UNPROVEN)
+    if is_extension:
+        text = "forward was not seen to call its extension, and the library computes: its work is not proven"
+        return Finding("no_own_kernel", text, shown, Fault.UNPROVEN)
+    text = "forward launched none of the candidate's own kernels: the result comes from the library"
+    return Finding("no_own_kernel", text, shown)
 
 
 def of_backward(has_kernels: bool) -> Finding:
@@ -76,6 +85,16 @@ def unseen_backward(reason: str) -> Finding:
     """Which launches are the backward's is only known of a replay."""
     text = f"nothing shows that own kernels make the gradients, as the candidate could not be replayed: {reason}"
     return Finding("no_own_kernel", text, reason, Fault.UNPROVEN)
+
+
+def of_inside(operator: str) -> Finding:
+    """An operator that an own function called had the answer, of nothing that own code had written."""
+    text = (
+        f"{operator}, called by an own function, gives the answer from what the library made: it may be all of the work"
+    )
+    return Finding(
+        "no_own_kernel", text, f"what own code writes taken back, {operator} gives the answer", Fault.UNPROVEN
+    )
 
 
 def unseen(reason: str) -> Finding:

@@ -36,7 +36,7 @@ _HICCUP_S, _IDLE = 0.5, 0.2
 _EXTENSIONS = 4
 _COPY_AREA = 1 << 28
 FORGED = "forged_result"
-_TOLD = (wire.OP_TRACE, wire.OP_MUTED)
+_TOLD = (wire.OP_TRACE, wire.OP_MUTED, wire.OP_INSIDE)
 _Expected = TypeVar("_Expected", bound=wire.Reply)
 
 
@@ -89,7 +89,7 @@ class Judged(Protocol):
     def again(self, op: int, slot: int, metas: list[wire.TensorMeta], deadline_s: float) -> list[wire.TensorMeta]: ...
     def read(self, meta: wire.TensorMeta) -> torch.Tensor: ...
     def look(self, meta: wire.TensorMeta) -> torch.Tensor: ...
-    def disarm(self, artifacts: list[Path]) -> int: ...
+    def disarm(self, artifacts: list[Path], whole: bool = False) -> int: ...
     def close(self) -> None: ...
 
 
@@ -258,9 +258,11 @@ class Session:
             self._child.thaw()
             self._frozen = False
 
-    def disarm(self, artifacts: list[Path]) -> int:
-        """Switch the kernels of these shared objects off in the frozen child, for good; how many functions."""
-        return disarm(self.host_pid, artifacts) if self._frozen else 0
+    def disarm(self, artifacts: list[Path], whole: bool = False) -> int:
+        """Switch these shared objects' kernels off in the frozen child, for good: the functions that they export, or
+        the `whole` of their code. How many functions, or stretches of code.
+        """
+        return disarm(self.host_pid, artifacts, whole) if self._frozen else 0
 
     def look(self, meta: wire.TensorMeta) -> torch.Tensor:
         """An output, to be looked at once: maybe no copy."""

@@ -176,6 +176,8 @@ class CppBackend(InlineBackend):
     """`load_inline(cpp_sources=…)`, compiled by g++ for the CPU."""
 
     name = "cpp"
+    is_recorded = True
+    is_extension = True
 
     def claims(self, source: str) -> float:
         return 0.5 if _CPP_MARKS.search(source) else 0.0

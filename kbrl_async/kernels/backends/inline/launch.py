@@ -10,7 +10,7 @@ a sandbox nothing of this is active: there a candidate meets torch's own functio
 
 Invariants
 * The key covers everything that reaches a compiler; the extension's name only where the source depends on it.
-* Every call of an extension's function passes through `RECORDER`.
+* Every call of an extension's function, and of a method of its classes, passes through `RECORDER`.
 """
 
 from __future__ import annotations
@@ -193,13 +193,24 @@ def _load(name: str, path: str, is_python_module: bool) -> Any:
     for key, value in vars(built).items():
         if key.startswith("__"):
             continue
+        if isinstance(value, type):
+            _prove_methods(value)
         setattr(module, key, _proven(key, value) if isinstance(value, types.BuiltinFunctionType) else value)
     return module
+
+
+def _prove_methods(made: type) -> None:
+    """Of a class that the extension defines."""
+    for name, member in list(vars(made).items()):
+        if type(member).__name__ == "instancemethod" and (name == "__call__" or not name.startswith("__")):
+            setattr(made, name, _proven(f"{made.__name__}.{name}", member))
 
 
 def _proven(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function, assigned=("__doc__", "__name__"), updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
+        if RECORDER.tape is not None:
+            RECORDER.tape(function, (*args, *kwargs.values()), [])
         if kwargs:
             return RECORDER.call(name, functools.partial(function, **kwargs), *args)
         return RECORDER.call(name, function, *args)

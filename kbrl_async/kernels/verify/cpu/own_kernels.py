@@ -2,7 +2,8 @@
 
 ::
 
-    observed:  its launcher skips them ─▶ switched off from outside, in a call that looks like every other one
+    observed:  its launcher skips them ─▶ (extensions) what they write is taken back before the library sees it
+               ─▶ switched off from outside, in a call that looks like every other one
     replayed:  a process in which they never were ─▶ (gradients) one without those that upstream gradients reach
 """
 
@@ -19,7 +20,7 @@ from kbrl_async.kernels.verify.cpu.replay import CpuReplaySession
 from kbrl_async.kernels.verify.input_set import InputSet, place, tensors_of
 from kbrl_async.kernels.verify.layouts import are_answer, is_answer, is_moved, runs_of
 from kbrl_async.kernels.verify.operators import copies
-from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Session
+from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Judged, Session
 from protocols.records import Fault
 
 _SHORT = "a call without them found no memory"
@@ -51,9 +52,24 @@ class OwnKernels:
             self._checker.refuse(self._not_needed_backward(sets[0]))
             return
         trace, is_right = self._without_kernels(wire.OP_MUTED, sets[0])
-        if self._checker.fault is None and not is_right and self._checker.session.disarm(self._checker.artifacts):
+        is_extension, files = self._checker.is_extension, self._checker.artifacts
+        if is_extension and self._checker.fault is None and not is_right:
+            self._checker.refuse(self._library_inside(self._checker.session, sets[-1]))
+        if self._checker.fault is None and not is_right and self._checker.session.disarm(files, whole=is_extension):
             is_right = self._without_kernels(wire.OP_RUN, sets[-1])[1]
         self._checker.refuse(proof.of_muted(trace, is_right))
+
+    def _library_inside(self, session: Judged, input_set: InputSet) -> proof.Finding | None:
+        """Whether an operator that own functions call has the answer, with what own code wrote before it taken back."""
+        input_set.known.load()
+        place(session, 0, input_set)
+        try:
+            trace = session.call(wire.OP_INSIDE, 0, 3 * self._checker.one_call_s).trace
+        except CandidateFault as fault:
+            if fault.rule == FORGED:
+                self._checker.fault = self._checker.fault or fault
+            return proof.unseen(f"a call in which its own code could not write failed: {fault.text}")
+        return proof.of_inside(trace.answered) if trace is not None and trace.answered else None
 
     def _not_needed(self, input_set: InputSet) -> proof.Finding | None:
         """Of a replay: without its own kernels, is it right, or does an operator's result hold the answer? Asked of a

@@ -13,6 +13,7 @@ import tempfile
 import traceback
 from typing import Any
 
+import msgspec
 import torch
 
 from kbrl_async.kernels.backends import prepare
@@ -162,6 +163,8 @@ class Runner:
             self.held[0], self.held[1] = self.held[1], self.last
             self.last = None
             self.last, found = self._traced(slot, op == wire.OP_MUTED)
+        elif op == wire.OP_INSIDE:
+            self.last, found = None, self._inside(slot)
         elif op == wire.OP_RECORD:
             self.channel.send(wire.encode(self._recorded(slot, nonce)))
             return
@@ -198,6 +201,28 @@ class Runner:
         if failed is not None and not found.answered:
             raise failed
         return result, found
+
+    def _inside(self, slot: int) -> wire.Trace:
+        """After an ordinary run, which says what the answer is, one in which own code writes nothing that an operator
+        sees. What fails then needs it.
+        """
+        given = self.slots[slot]
+        inputs: list[torch.Tensor] = []
+        answer: list[torch.Tensor] = []
+        values.flatten(given, inputs)
+        saved = [tensor.clone() for tensor in inputs]
+        values.flatten(self.model(*given), answer)
+        answer = [tensor.clone() for tensor in answer]  # an output may be an input
+        for tensor, before in zip(inputs, saved, strict=True):
+            tensor.copy_(before)
+        watch = trace.InsideWatch(answer, saved, inputs)
+        try:
+            found = trace.recorded(lambda: self.model(*given), watch)[1]
+        except Exception as error:
+            if failure(error).kind == "out_of_memory":
+                raise
+            found = wire.Trace(ops=watch.ops)
+        return msgspec.structs.replace(found, answered=watch.answered)
 
     def _recorded(self, slot: int, nonce: int) -> wire.Taped:
         inputs: list[torch.Tensor] = []

@@ -31,6 +31,9 @@ _now = time.thread_time_ns
 _is_tensor = torch.is_tensor
 _is_captured = torch.cuda.is_current_stream_capturing
 _KEPT, _MOVED = 8, 2
+_MOST_LEFT = 1 << 28
+"""Bytes of what operators have left."""
+_no_bytes = torch.empty(0, dtype=torch.uint8)
 BEFORE = "what was there before an own kernel ran"
 _LIBRARY = ("aten::", "prim::", "prims::")
 """Namespaces of the library's operators; any other was registered by the candidate's extension."""
@@ -152,6 +155,72 @@ class AnswerWatch(OperatorWatch):  # type: ignore[no-untyped-call] # as above
         """After the run."""
         known = msgspec.structs.replace(trace, answered=self.answered)
         return known if self.answered else answered(known, self, self._answer)
+
+
+class InsideWatch(AnswerWatch):  # type: ignore[no-untyped-call] # as above
+    """Of operators that own functions call. Before each one, floating-point memory that it is given becomes what it was
+    when an operator saw it last: what own code wrote in between is missing, as if it were switched off. Numbers of
+    other types stay, because they may be places in memory.
+    """
+
+    def __init__(
+        self, answer: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], places: Sequence[torch.Tensor]
+    ) -> None:
+        """`places`: where the inputs lie; `inputs` may be copies."""
+        super().__init__(answer, inputs, only_inside=True)
+        self._left: dict[int, torch.Tensor] = {}
+        """Bytes of storages by their address, the longest unseen first."""
+        self._remember(places)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_looking:
+            return function(*args, **(kwargs or {}))
+        given = _tensors_in((args, kwargs))
+        if RECORDER.depth:
+            self._take_back(given)
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        self._remember([*given, *_tensors_in(result)])
+        return result
+
+    def _keep(self, name: str, items: list[torch.Tensor]) -> None:
+        if RECORDER.depth and not self.answered and any(self.tells(name, item, self._answer) for item in items):
+            self.answered = name
+
+    def _take_back(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._is_looking = True
+        try:
+            for block in map(_bytes, tensors):
+                known = self._left.get(block.data_ptr())
+                if known is not None and known.numel() == block.numel():
+                    block.copy_(known)
+        finally:
+            self._is_looking = False
+
+    def _remember(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._is_looking = True
+        try:
+            for block in map(_bytes, tensors):
+                self._left.pop(block.data_ptr(), None)
+                if 0 < block.numel() <= _MOST_LEFT:
+                    self._left[block.data_ptr()] = block.clone()
+            while sum(block.numel() for block in self._left.values()) > _MOST_LEFT:
+                del self._left[next(iter(self._left))]
+        finally:
+            self._is_looking = False
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Of processor memory and floating point."""
+    if _is_tensor(value):
+        return [value] if value.is_floating_point() and value.device.type == "cpu" else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [item for each in value for item in _tensors_in(each)] if isinstance(value, (list, tuple)) else []
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the memory that it is a part of."""
+    return _no_bytes.new_empty(0).set_(tensor.untyped_storage())
 
 
 def recorded(run: Callable[[], Any], watch: OperatorWatch | None = None, muted: bool = False) -> tuple[Any, Trace]:

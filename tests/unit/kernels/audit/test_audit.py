@@ -215,10 +215,12 @@ def test_a_problem_without_end_costs_its_time_and_what_was_found_before_is_kept(
 
 
 def test_casts_that_a_processor_is_slow_at_cost_little_and_are_said_to_be_cut() -> None:
-    """Products in half precision take minutes where there are no instructions for them."""
+    """Products in half precision take minutes where there are no instructions for them. That it runs on no GPU is known
+    before.
+    """
     with Auditor(Limits("cpu", 40.0, 0.25)) as auditor:
-        audit = auditor.audit(problem("torch.tanh(x) if x.element_size() > 2 else time.sleep(36)"))
-    assert audit.status == "clean"
+        audit = auditor.audit(problem("torch.tanh(x) + torch.ones(64) if x.element_size() > 2 else time.sleep(36)"))
+    assert set(flags(audit)) == {"fixed_device"}
     assert audit.reason.startswith("casts: it took longer than")
     assert audit.seconds < 32.0
 

@@ -269,7 +269,7 @@ class ReplaySession:
 
     look = read
 
-    def disarm(self, artifacts: list[Path]) -> int:
+    def disarm(self, artifacts: list[Path], whole: bool = False) -> int:
         return 0
 
     # ── timing ──────────────────────────────────────────────────────────────────────────────────────────────────────
