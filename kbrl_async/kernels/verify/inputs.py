@@ -68,6 +68,9 @@ STRATA = (("nominal",), ("small", "large", "graded"), ("negated", "spikes", "bin
 _LESS = {"large": Kind("large", 8.0)}
 
 
+AS_DRAWN = ("nominal", "mixed")
+"""Where inputs are small, mostly zero or of few values, a step on the way may happen to be the answer."""
+
 MANY_BYTES = 256 << 20
 _FEW = 3
 _LESS_NEEDED = ("small", "graded")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -18,12 +19,24 @@ from kbrl_async.kernels.verify import proof, wire
 from kbrl_async.kernels.verify.checks import DEGENERATE_NOTE, Checker
 from kbrl_async.kernels.verify.cpu.replay import CpuReplaySession
 from kbrl_async.kernels.verify.input_set import InputSet, place, tensors_of
+from kbrl_async.kernels.verify.inputs import AS_DRAWN
 from kbrl_async.kernels.verify.layouts import are_answer, is_answer, is_moved, runs_of
 from kbrl_async.kernels.verify.operators import copies
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Judged, Session
 from protocols.records import Fault
 
 _SHORT = "a call without them found no memory"
+_KEPT = 3
+"""Calls whose answers a candidate may still hold."""
+
+
+def to_ask(order: Sequence[InputSet]) -> list[InputSet]:
+    """One or two of these sets over which to leave own kernels out: such as inputs are drawn, if there are any, and
+    those first that were seen longer ago.
+    """
+    usable = [one for one in order if not one.degenerate]
+    drawn = [one for one in usable if one.name in AS_DRAWN]
+    return (drawn or usable[: max(1, len(order) // 2)])[:2]
 
 
 class OwnKernels:
@@ -38,12 +51,11 @@ class OwnKernels:
         First its launcher skips them, and its process says whether an operator had the answer; then the kernels are
         switched off from outside, in a call that looks like every other one.
         """
-        # Not the last calls' inputs: what a candidate keeps from those in a scratch buffer is no answer to these.
-        sets = [s for s in self._checker.order[: len(self._checker.order) // 2] if not s.degenerate]
         if not self._checker.is_recorded or self._checker.fault is not None or self._checker.session is None:
             return
         if self._checker.reference.declared.backward and not self._checker.is_replayed:
             self._checker.refuse(proof.unseen_backward(self._checker.trust_reason))
+        sets = to_ask(self._checker.order)
         if not sets:
             self._checker.evidence += f"; {DEGENERATE_NOTE}"
             return
@@ -51,6 +63,7 @@ class OwnKernels:
             self._checker.refuse(self._not_needed(sets[0]))
             self._checker.refuse(self._not_needed_backward(sets[0]))
             return
+        self._pass_by(sets)
         trace, is_right = self._without_kernels(wire.OP_MUTED, sets[0])
         is_extension, files = self._checker.is_extension, self._checker.artifacts
         if is_extension and self._checker.fault is None and not is_right:
@@ -58,6 +71,21 @@ class OwnKernels:
         if self._checker.fault is None and not is_right and self._checker.session.disarm(files, whole=is_extension):
             is_right = self._without_kernels(wire.OP_RUN, sets[-1])[1]
         self._checker.refuse(proof.of_muted(trace, is_right))
+
+    def _pass_by(self, sets: list[InputSet]) -> None:
+        """Calls over others, where it has just seen one of these: what it keeps in a scratch buffer answers those."""
+        assert self._checker.session is not None
+        asked = {id(one) for one in sets}
+        others = [other for other in self._checker.order if id(other) not in asked]
+        if asked.isdisjoint(map(id, self._checker.order[-_KEPT:])):
+            return
+        try:
+            for other in others[:_KEPT]:
+                other.known.load()
+                place(self._checker.session, 0, other)
+                self._checker.session.call(wire.OP_RUN, 0, self._checker.one_call_s)
+        except CandidateFault as fault:
+            self._checker.accuse(fault)
 
     def _library_inside(self, session: Judged, input_set: InputSet) -> proof.Finding | None:
         """Whether an operator that own functions call has the answer, with what own code wrote before it taken back."""

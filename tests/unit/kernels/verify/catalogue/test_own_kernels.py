@@ -108,7 +108,7 @@ def test_own_kernels_only_while_somebody_looks_are_decoys(run: Run) -> None:
 
 
 def test_without_switching_kernels_off_from_outside_a_stack_sniffer_passes(run: Run, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(sessions.Session, "disarm", lambda self, artifacts: 0)
+    monkeypatch.setattr(sessions.Session, "disarm", lambda self, artifacts, whole: 0)
     assert run(SNIFFER).verdict.fault is Fault.OK
 
 
