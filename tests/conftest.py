@@ -8,11 +8,14 @@ import os
 import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from tests.rewriting import rewrite
 from tests.running import Run, RunFolder, made_once
+
+T = TypeVar("T")
 
 with contextlib.suppress(ImportError):  # hosts with a GPU run their tests without it
     from hypothesis import HealthCheck, settings
@@ -49,9 +52,29 @@ def _rewrite_share(session: pytest.Session) -> None:
     rewrite(files[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]], session.config)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long ones first: one that begins last keeps one worker while the others have nothing left to take over."""
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    workers = int(getattr(config, "workerinput", {}).get("workercount", 1))
+    long = [item for item in items if item.get_closest_marker("long")]
+    items[:] = spread(long, [item for item in items if not item.get_closest_marker("long")], workers)
+
+
+def spread(long: list[T], short: list[T], workers: int) -> list[T]:
+    """In shares that follow each other, as xdist deals them out. Every second one begins with long ones: one worker
+    with all of them took as long as the whole suite, and more than two at a time are more than two cores' work.
+
+    >>> spread(["A", "B", "C"], ["a", "b", "c", "d", "e"], 4)
+    ['A', 'C', 'a', 'b', 'B', 'c', 'd', 'e']
+    """
+    found: list[T] = []
+    for worker in range(workers):
+        size = (len(long) + len(short) - len(found)) // (workers - worker)
+        mine = long[worker // 2 :: (workers + 1) // 2] if worker % 2 == 0 else []
+        count = max(0, size - len(mine))
+        found += mine
+        found += short[:count]
+        short = short[count:]
+    return found + short
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,8 @@ _SAME = 1e-4
 """Relative to the scale of the answer: a copy through an own kernel that adds a little noise is still a copy."""
 _MOST_DIMENSIONS = 5
 _MOST_BEGINS = 64
+_FEW = 8
+"""Elements that may be alike by chance."""
 _PART = 1 << 22
 """Elements."""
 _equal, _aminmax = torch.equal, torch.aminmax
@@ -99,9 +101,66 @@ def runs_of(sizes: Sequence[int], total: int) -> list[slice]:
     return found
 
 
+class Holding:
+    """How much of an answer of several tensors the library's results hold: a small one may be its honest step."""
+
+    def __init__(self, answer: Sequence[torch.Tensor]) -> None:
+        self._answer = answer
+        self._held: set[int] = set()
+
+    @property
+    def is_single(self) -> bool:
+        return len(self._answer) == 1
+
+    def adds(self, is_it: TensorCheck) -> bool:
+        """Asked of each tensor that is not held yet; whether those that are make at least half of all elements now."""
+        self._held |= {n for n, wanted in enumerate(self._answer) if n not in self._held and is_it(wanted)}
+        sizes = [tensor.numel() for tensor in self._answer]
+        return 0 < sum(sizes) <= 2 * sum(sizes[number] for number in self._held)
+
+
 def are_answer(parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> bool:
     """Whether these are the answer in parts: joined along one of their dimensions, as `is_answer` says."""
     return any(is_answer(one, wanted) for one in _joined(parts))
+
+
+def share_within(parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> float:
+    """The largest share of `wanted` that parts along one of its dimensions make up, in whatever order; 1 where one of
+    the parts has all of it within.
+    """
+    shares = [0.0]
+    for along in range(wanted.dim()):
+        covered = torch.zeros(wanted.shape[along], dtype=torch.bool)
+        for part in parts:
+            if part.dim() == wanted.dim() + 1:
+                within = any(_places(wanted.unsqueeze(new), part, new) for new in range(part.dim()))
+                shares += [1.0] if within else []
+            elif _rest(part, along) == _rest(wanted, along):
+                if 1 < wanted.shape[along] < part.shape[along] and _places(wanted, part, along):
+                    return 1.0
+                for begin in _places(part, wanted, along):
+                    covered[begin : begin + part.shape[along]] = True
+        shares.append(float(covered.float().mean()) if len(covered) > 1 else 0.0)
+    return max(shares)
+
+
+def _rest(tensor: torch.Tensor, along: int) -> tuple[object, ...]:
+    is_kind = tensor.is_floating_point(), tensor.dtype == torch.bool, tensor.is_complex()
+    return (*is_kind, tensor.dim(), *tensor.shape[:along], *tensor.shape[along + 1 :])
+
+
+def _places(part: torch.Tensor, whole: torch.Tensor, along: int) -> list[int]:
+    """Where `part` lies in `whole` along this dimension."""
+    count = whole.shape[along] - part.shape[along] + 1
+    if _rest(part, along) != _rest(whole, along) or count < 1 or part.numel() < _FEW or whole.is_complex():
+        return []
+    near = _SAME * float(whole.abs().max()) if whole.is_floating_point() else 0.0
+    whole, part = whole.double(), part.double()
+    begins = (whole.narrow(along, 0, count) - part.narrow(along, 0, 1)).abs() <= near
+    places = torch.nonzero(begins.movedim(along, 0).reshape(count, -1).all(1)).flatten().tolist()
+    size = part.shape[along]
+    are_near = ((place, (whole.narrow(along, place, size) - part).abs() <= near) for place in places[:_MOST_BEGINS])
+    return [place for place, is_near in are_near if bool(is_near.all())]
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -87,14 +87,10 @@ def unseen_backward(reason: str) -> Finding:
     return Finding("no_own_kernel", text, reason, Fault.UNPROVEN)
 
 
-def of_inside(operator: str) -> Finding:
-    """An operator that an own function called had the answer, of nothing that own code had written."""
-    text = (
-        f"{operator}, called by an own function, gives the answer from what the library made: it may be all of the work"
-    )
-    return Finding(
-        "no_own_kernel", text, f"what own code writes taken back, {operator} gives the answer", Fault.UNPROVEN
-    )
+def of_shadows(operator: str) -> Finding:
+    """An operator had the answer, of nothing that own code had written."""
+    text = f"{operator} gives the answer without anything that own code writes: that may have done none of the work"
+    return Finding("no_own_kernel", text, f"of what the library made alone {operator} made the answer", Fault.UNPROVEN)
 
 
 def unseen(reason: str) -> Finding:

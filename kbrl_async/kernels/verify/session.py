@@ -36,7 +36,7 @@ _HICCUP_S, _IDLE = 0.5, 0.2
 _EXTENSIONS = 4
 _COPY_AREA = 1 << 28
 FORGED = "forged_result"
-_TOLD = (wire.OP_TRACE, wire.OP_MUTED, wire.OP_INSIDE)
+_TOLD = (wire.OP_TRACE, wire.OP_MUTED, wire.OP_SHADOWED)
 _Expected = TypeVar("_Expected", bound=wire.Reply)
 
 

@@ -22,8 +22,8 @@ OP_TRACE: int = 16
 """One recorded run."""
 OP_MUTED: int = 17
 """One with the candidate's own kernels switched off."""
-OP_INSIDE: int = 21
-"""One in which what own code writes between operators that it calls is taken back."""
+OP_SHADOWED: int = 21
+"""One in which operators are done once more on what would be there if own code had written nothing."""
 OP_HELD: int = 18
 """The outputs of the run before the last again."""
 OP_RECORD = 19

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 
 from kbrl_async.kernels.backends.checks import syntax
 from protocols.records import BuildReport, Fault
@@ -19,6 +20,7 @@ _FORBIDDEN_ATTRIBUTES = frozenset(
         *syntax.EVALUATORS,
         *("__subclasses__", "__globals__", "__builtins__", "__code__", "__mro__", "__reduce__"),
         *("f_back", "f_locals", "f_globals", "tb_frame", "gi_frame"),
+        *("__closure__", "__wrapped__", "__self__", "__func__", "_C", "_python_dispatch"),
     ]
 )
 _MODULES = frozenset(
@@ -52,17 +54,28 @@ def check_names(tree: ast.Module) -> BuildReport | None:
 def _words(node: ast.AST) -> list[str]:
     """What of this node is refused."""
     if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names if alias.name.partition(".")[0] not in _MODULES]
+        return [alias.name for alias in node.names if not _is_importable(alias.name)]
     if isinstance(node, ast.ImportFrom):
         module = node.module or "."
-        if module.partition(".")[0] not in _MODULES or node.level:
+        if node.level or not _is_importable(module):
             return [module]
-        return [f"os.{alias.name}" for alias in node.names if module == "os" and alias.name not in _OS_ALLOWED]
+        names = [f"{module}.{alias.name}" for alias in node.names]
+        return [name for name in names if not _is_importable(name)]
     if isinstance(node, ast.Name) and node.id in _FORBIDDEN:
         return [node.id]
     if isinstance(node, ast.Attribute):
         if node.attr in _FORBIDDEN_ATTRIBUTES:
             return [node.attr]
-        if isinstance(node.value, ast.Name) and node.value.id == "os" and node.attr not in _OS_ALLOWED:
-            return [f"os.{node.attr}"]
+        if isinstance(node.value, ast.Name) and not _is_importable(f"{node.value.id}.{node.attr}", ("os", "sys")):
+            return [f"{node.value.id}.{node.attr}"]
     return []
+
+
+def _is_importable(name: str, of: Collection[str] = _MODULES) -> bool:
+    """Where it begins with one of these modules; any other name is none of theirs, which imports must not be."""
+    first, *rest = name.split(".")
+    if first not in of:
+        return of is not _MODULES
+    if (first == "os" and rest and rest[0] not in _OS_ALLOWED) or name == "sys.modules":
+        return False
+    return not _FORBIDDEN_ATTRIBUTES.intersection(rest)

@@ -2,7 +2,7 @@
 
 ::
 
-    observed:  its launcher skips them ─▶ (extensions) what they write is taken back before the library sees it
+    observed:  its launcher skips them ─▶ (extensions) what the library makes without what they write
                ─▶ switched off from outside, in a call that looks like every other one
     replayed:  a process in which they never were ─▶ (gradients) one without those that upstream gradients reach
 """
@@ -10,22 +10,33 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
+from kbrl_async.kernels.backends.launch.elf import needed_names
 from kbrl_async.kernels.verify import proof, wire
 from kbrl_async.kernels.verify.checks import DEGENERATE_NOTE, Checker
 from kbrl_async.kernels.verify.cpu.replay import CpuReplaySession
 from kbrl_async.kernels.verify.input_set import InputSet, place, tensors_of
 from kbrl_async.kernels.verify.inputs import AS_DRAWN
-from kbrl_async.kernels.verify.layouts import are_answer, is_answer, is_moved, runs_of
+from kbrl_async.kernels.verify.layouts import Holding, are_answer, is_answer, is_moved, runs_of
 from kbrl_async.kernels.verify.operators import copies
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Judged, Session
 from protocols.records import Fault
 
 _SHORT = "a call without them found no memory"
+_SHADOWS_S, _SHADOW_CALLS = 5.0, 20
+"""What a call may take in which each operator is done twice, and memory compared between them."""
+_UNSEEN = re.compile(
+    r"^_ZN2at(3cpu|4meta|6native|10redispatch)|^_ZN2at4_ops\w*10redispatchE|tls_(is|set)_dispatch_key|^cblas_|^mkl_"
+    r"|^[sdcz]gem[mv]_?$|^dl(v?sym|m?open)$|^PyImport_Import|^PyRun_|^PyEval_EvalCode|^Py_CompileString"
+)
+"""Names of what does arithmetic past torch's dispatcher, asks whether it is watched, or finds either by its name."""
 _KEPT = 3
 """Calls whose answers a candidate may still hold."""
 
@@ -37,6 +48,15 @@ def to_ask(order: Sequence[InputSet]) -> list[InputSet]:
     usable = [one for one in order if not one.degenerate]
     drawn = [one for one in usable if one.name in AS_DRAWN]
     return (drawn or usable[: max(1, len(order) // 2)])[:2]
+
+
+def past_the_dispatcher(files: Sequence[Path]) -> proof.Finding | None:
+    """A function of the library's that these shared objects call where no operator is seen."""
+    for file in files:
+        for name in needed_names(file.read_bytes()):
+            if _UNSEEN.search(name):
+                return proof.unseen(f"its extension calls {name}, where nobody sees what the library does")
+    return None
 
 
 class OwnKernels:
@@ -65,12 +85,12 @@ class OwnKernels:
             return
         self._pass_by(sets)
         trace, is_right = self._without_kernels(wire.OP_MUTED, sets[0])
-        is_extension, files = self._checker.is_extension, self._checker.artifacts
-        if is_extension and self._checker.fault is None and not is_right:
-            self._checker.refuse(self._library_inside(self._checker.session, sets[-1]))
-        if self._checker.fault is None and not is_right and self._checker.session.disarm(files, whole=is_extension):
-            is_right = self._without_kernels(wire.OP_RUN, sets[-1])[1]
         self._checker.refuse(proof.of_muted(trace, is_right))
+        is_extension, files = self._checker.is_extension, self._checker.artifacts
+        if is_extension and self._checker.fault is None:
+            self._checker.refuse(past_the_dispatcher(files) or self._of_shadows(self._checker.session, sets))
+        if self._checker.fault is None and self._checker.session.disarm(files, whole=is_extension):
+            self._checker.refuse(proof.of_muted(trace, self._without_kernels(wire.OP_RUN, sets[-1])[1]))
 
     def _pass_by(self, sets: list[InputSet]) -> None:
         """Calls over others, where it has just seen one of these: what it keeps in a scratch buffer answers those."""
@@ -87,17 +107,19 @@ class OwnKernels:
         except CandidateFault as fault:
             self._checker.accuse(fault)
 
-    def _library_inside(self, session: Judged, input_set: InputSet) -> proof.Finding | None:
-        """Whether an operator that own functions call has the answer, with what own code wrote before it taken back."""
-        input_set.known.load()
-        place(session, 0, input_set)
+    def _of_shadows(self, session: Judged, sets: list[InputSet]) -> proof.Finding | None:
+        """Whether the library alone makes the answer, wherever it is called."""
         try:
-            trace = session.call(wire.OP_INSIDE, 0, 3 * self._checker.one_call_s).trace
+            for slot, input_set in zip((0, len(session.slots) - 1), (sets[-1], sets[0]), strict=True):
+                if slot or input_set is sets[-1]:
+                    input_set.known.load()
+                    place(session, slot, input_set)
+            trace = session.call(wire.OP_SHADOWED, 0, _SHADOWS_S + _SHADOW_CALLS * self._checker.one_call_s).trace
         except CandidateFault as fault:
             if fault.rule == FORGED:
                 self._checker.fault = self._checker.fault or fault
-            return proof.unseen(f"a call in which its own code could not write failed: {fault.text}")
-        return proof.of_inside(trace.answered) if trace is not None and trace.answered else None
+            return proof.unseen(f"a call in which its operators are done again failed: {fault.text}")
+        return proof.of_shadows(trace.answered) if trace is not None and trace.answered else None
 
     def _not_needed(self, input_set: InputSet) -> proof.Finding | None:
         """Of a replay: without its own kernels, is it right, or does an operator's result hold the answer? Asked of a
@@ -148,11 +170,12 @@ class OwnKernels:
         results: dict[str, list[wire.TensorMeta]] = {}
         for name, meta in kept.items():
             results.setdefault(name.partition(" ")[2], []).append(meta)
+        holding = Holding(input_set.expected)
         for operator, metas in results.items():
             if copies(operator):
                 if len(input_set.expected) == 1 and any(self._is_moved(session, meta, input_set) for meta in metas):
                     return proof.passed_on(operator)
-            elif any(self._holds(session, metas, wanted) for wanted in input_set.expected):
+            elif holding.adds(functools.partial(self._holds, session, metas)):
                 return proof.passed_on(operator)
         return None
 

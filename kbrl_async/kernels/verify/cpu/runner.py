@@ -23,6 +23,7 @@ from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
 from kbrl_async.kernels.verify import configs, values, wire
 from kbrl_async.kernels.verify.cpu import program, tape, trace
+from kbrl_async.kernels.verify.cpu.shadow import ShadowWatch
 from kbrl_async.kernels.verify.memory import content_of
 from kbrl_async.kernels.verify.replies import Malformed
 
@@ -163,8 +164,8 @@ class Runner:
             self.held[0], self.held[1] = self.held[1], self.last
             self.last = None
             self.last, found = self._traced(slot, op == wire.OP_MUTED)
-        elif op == wire.OP_INSIDE:
-            self.last, found = None, self._inside(slot)
+        elif op == wire.OP_SHADOWED:
+            self.last, found = None, self._shadowed(slot)
         elif op == wire.OP_RECORD:
             self.channel.send(wire.encode(self._recorded(slot, nonce)))
             return
@@ -194,18 +195,18 @@ class Runner:
         outputs: list[torch.Tensor] = []
         tree = values.flatten(result, outputs)
         result = values.restore(tree, [tensor.clone() for tensor in outputs])  # an output may be an input
-        for tensor, before in zip(inputs, saved, strict=True):
-            tensor.copy_(before)
+        _put_back(inputs, saved)
         values.flatten(self.model(*given), answer)
         found = trace.answered(found, watch, answer)
         if failed is not None and not found.answered:
             raise failed
         return result, found
 
-    def _inside(self, slot: int) -> wire.Trace:
-        """After an ordinary run, which says what the answer is, one in which own code writes nothing that an operator
-        sees. What fails then needs it.
+    def _shadowed(self, slot: int) -> wire.Trace:
+        """Whether an operator makes the answer of what the library made alone. The call before it says what the answer
+        is, one over other inputs what does not change.
         """
+        constants = self._constants(slot - 1) if len(self.slots) > 1 else {}
         given = self.slots[slot]
         inputs: list[torch.Tensor] = []
         answer: list[torch.Tensor] = []
@@ -213,16 +214,19 @@ class Runner:
         saved = [tensor.clone() for tensor in inputs]
         values.flatten(self.model(*given), answer)
         answer = [tensor.clone() for tensor in answer]  # an output may be an input
-        for tensor, before in zip(inputs, saved, strict=True):
-            tensor.copy_(before)
-        watch = trace.InsideWatch(answer, saved, inputs)
-        try:
-            found = trace.recorded(lambda: self.model(*given), watch)[1]
-        except Exception as error:
-            if failure(error).kind == "out_of_memory":
-                raise
-            found = wire.Trace(ops=watch.ops)
+        _put_back(inputs, saved)
+        watch = ShadowWatch(answer, inputs, constants)
+        found = trace.recorded(lambda: self.model(*given), watch)[1]
         return msgspec.structs.replace(found, answered=watch.answered)
+
+    def _constants(self, slot: int) -> dict[int, torch.Tensor]:
+        inputs: list[torch.Tensor] = []
+        values.flatten(self.slots[slot], inputs)
+        saved = [tensor.clone() for tensor in inputs]
+        watch = ShadowWatch([], inputs)
+        trace.recorded(lambda: self.model(*self.slots[slot]), watch)
+        _put_back(inputs, saved)
+        return watch.constant()
 
     def _recorded(self, slot: int, nonce: int) -> wire.Taped:
         inputs: list[torch.Tensor] = []
@@ -273,6 +277,11 @@ class Runner:
         for metas in order.slots:
             self.slots.append(values.restore(order.tree, [values.view(self.arena, meta) for meta in metas]))
         self.channel.send(wire.encode(wire.Ready()))
+
+
+def _put_back(tensors: list[torch.Tensor], saved: list[torch.Tensor]) -> None:
+    for tensor, before in zip(tensors, saved, strict=True):
+        tensor.copy_(before)
 
 
 def _widen(value: Any) -> Any:

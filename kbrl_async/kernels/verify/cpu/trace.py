@@ -12,28 +12,27 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kbrl_async.kernels.backends.c import launch as c
 from kbrl_async.kernels.backends.launch.recorder import RECORDER, LaunchCounter
-from kbrl_async.kernels.verify.layouts import is_answer, is_moved
+from kbrl_async.kernels.verify.layouts import Holding, is_answer, is_moved
 from kbrl_async.kernels.verify.operators import computes, copies
 from kbrl_async.kernels.verify.wire import Trace
 
 _now = time.thread_time_ns
-_is_tensor = torch.is_tensor
+_is_tensor, _as_tensor = torch.is_tensor, torch.as_tensor
 _is_captured = torch.cuda.is_current_stream_capturing
 _KEPT, _MOVED = 8, 2
-_MOST_LEFT = 1 << 28
-"""Bytes of what operators have left."""
-_no_bytes = torch.empty(0, dtype=torch.uint8)
 BEFORE = "what was there before an own kernel ran"
 _LIBRARY = ("aten::", "prim::", "prims::")
 """Namespaces of the library's operators; any other was registered by the candidate's extension."""
@@ -101,7 +100,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
         """What an own kernel is called with while it is off: whoever made it, numpy or a foreign library, no operator
         was seen.
         """
-        self._look(BEFORE, [item for item in args if _is_tensor(item) and item.data_ptr() not in self._places])
+        self._look(BEFORE, [item for item in _tensors_in(args) if item.data_ptr() not in self._places])
 
     def is_input(self, item: torch.Tensor) -> bool:
         """Whether it is one of the inputs, or a copy of one."""
@@ -123,13 +122,24 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
                 del kept[most // 2]  # the first and the last ones stay
             kept.append((name, item.clone()))
 
-    def tells(self, name: str, item: torch.Tensor, answer: Sequence[torch.Tensor]) -> bool:
-        """Whether this result already was one of the answer's tensors; an input never tells."""
+    def tells(self, name: str, item: torch.Tensor, holding: Holding) -> bool:
+        """Whether with this result the library had most of the answer's tensors; an input never tells."""
         if name == BEFORE and self.is_input(item):
             return False
         if copies(name):
-            return len(answer) == 1 and is_moved(item, answer[0], self._inputs)
-        return any(is_answer(item, wanted) for wanted in answer)
+            return holding.is_single and holding.adds(lambda wanted: is_moved(item, wanted, self._inputs))
+        return holding.adds(lambda wanted: is_answer(item, wanted))
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Those of numpy, too."""
+    if _is_tensor(value):
+        return [value]
+    if isinstance(value, np.ndarray):
+        with contextlib.suppress(TypeError, ValueError):
+            return [_as_tensor(value)]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [item for each in items for item in _tensors_in(each)]
 
 
 class AnswerWatch(OperatorWatch):  # type: ignore[no-untyped-call] # as above
@@ -141,6 +151,7 @@ class AnswerWatch(OperatorWatch):  # type: ignore[no-untyped-call] # as above
         """`only_inside`: of what own kernels call."""
         super().__init__({tensor.numel() for tensor in answer}, inputs)
         self._answer, self._only_inside = answer, only_inside
+        self._holding = Holding(answer)
         self.answered = ""
 
     def _keep(self, name: str, items: list[torch.Tensor]) -> None:
@@ -148,79 +159,13 @@ class AnswerWatch(OperatorWatch):  # type: ignore[no-untyped-call] # as above
             return
         if any(item.is_cuda for item in items) and _is_captured():  # there are no values yet
             super()._keep(name, items)
-        elif not self.answered and any(self.tells(name, item, self._answer) for item in items):
+        elif not self.answered and any(self.tells(name, item, self._holding) for item in items):
             self.answered = name
 
     def found(self, trace: Trace) -> Trace:
         """After the run."""
         known = msgspec.structs.replace(trace, answered=self.answered)
         return known if self.answered else answered(known, self, self._answer)
-
-
-class InsideWatch(AnswerWatch):  # type: ignore[no-untyped-call] # as above
-    """Of operators that own functions call. Before each one, floating-point memory that it is given becomes what it was
-    when an operator saw it last: what own code wrote in between is missing, as if it were switched off. Numbers of
-    other types stay, because they may be places in memory.
-    """
-
-    def __init__(
-        self, answer: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], places: Sequence[torch.Tensor]
-    ) -> None:
-        """`places`: where the inputs lie; `inputs` may be copies."""
-        super().__init__(answer, inputs, only_inside=True)
-        self._left: dict[int, torch.Tensor] = {}
-        """Bytes of storages by their address, the longest unseen first."""
-        self._remember(places)
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._is_looking:
-            return function(*args, **(kwargs or {}))
-        given = _tensors_in((args, kwargs))
-        if RECORDER.depth:
-            self._take_back(given)
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        self._remember([*given, *_tensors_in(result)])
-        return result
-
-    def _keep(self, name: str, items: list[torch.Tensor]) -> None:
-        if RECORDER.depth and not self.answered and any(self.tells(name, item, self._answer) for item in items):
-            self.answered = name
-
-    def _take_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._is_looking = True
-        try:
-            for block in map(_bytes, tensors):
-                known = self._left.get(block.data_ptr())
-                if known is not None and known.numel() == block.numel():
-                    block.copy_(known)
-        finally:
-            self._is_looking = False
-
-    def _remember(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._is_looking = True
-        try:
-            for block in map(_bytes, tensors):
-                self._left.pop(block.data_ptr(), None)
-                if 0 < block.numel() <= _MOST_LEFT:
-                    self._left[block.data_ptr()] = block.clone()
-            while sum(block.numel() for block in self._left.values()) > _MOST_LEFT:
-                del self._left[next(iter(self._left))]
-        finally:
-            self._is_looking = False
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """Of processor memory and floating point."""
-    if _is_tensor(value):
-        return [value] if value.is_floating_point() and value.device.type == "cpu" else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [item for each in value for item in _tensors_in(each)] if isinstance(value, (list, tuple)) else []
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the memory that it is a part of."""
-    return _no_bytes.new_empty(0).set_(tensor.untyped_storage())
 
 
 def recorded(run: Callable[[], Any], watch: OperatorWatch | None = None, muted: bool = False) -> tuple[Any, Trace]:
@@ -241,8 +186,9 @@ def recorded(run: Callable[[], Any], watch: OperatorWatch | None = None, muted: 
 
 
 def answered(trace: Trace, watch: OperatorWatch, answer: Sequence[torch.Tensor]) -> Trace:
-    """The trace, with the first operator whose result already was one of the answer's tensors."""
-    name = next((name for name, item in (*watch.kept, *watch.moved) if watch.tells(name, item, answer)), "")
+    """The trace, with the operator whose result made most of the answer the library's."""
+    holding = Holding(answer)
+    name = next((name for name, item in (*watch.kept, *watch.moved) if watch.tells(name, item, holding)), "")
     return msgspec.structs.replace(trace, answered=name)
 
 

@@ -16,7 +16,7 @@ from kbrl_async.kernels.verify.cuda.session import CudaSession
 from kbrl_async.kernels.verify.cuda.sides import Sides
 from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.input_set import tensors_of
-from kbrl_async.kernels.verify.layouts import is_answer, is_moved
+from kbrl_async.kernels.verify.layouts import Holding, is_answer, is_moved
 from kbrl_async.kernels.verify.pieces import slices
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault
 from protocols.records import Candidate, Fault
@@ -218,24 +218,29 @@ class CapturedKernels:
         def is_all_moved(one: torch.Tensor) -> bool:
             return len(expected) == 1 and is_moved(one, expected[0], sides.reference.slots[slot])
 
-        return False, sides.candidate.answered(lambda one: self._is_one(one, expected), slot, is_all_moved)
+        holding = Holding(expected)
 
-    def _is_one(self, got: torch.Tensor, expected: list[torch.Tensor]) -> bool:
-        """Whether a tensor holds all values of an output, in whatever order and shape."""
-        for wanted, tolerance in zip(expected, self._sides.nominal.tolerances, strict=True):
-            is_exact = wanted.numel() == 1 or not wanted.is_floating_point()
-            if got.numel() == wanted.numel() and is_exact and is_answer(got, wanted.to(got.device)):
-                return True
-            if got.numel() == wanted.numel() > 1 and wanted.is_floating_point() and got.is_floating_point():
-                a, b = got.flatten().to(wanted.dtype), wanted.flatten()
-                if compare.difference(a, b, tolerance).wrong == 0:
-                    return True
-                # sorting takes several times their memory: first whether the least and the largest may be the same
-                ends = [torch.stack(one.aminmax()) for one in (a, b)]
-                is_near = compare.difference(ends[0], ends[1], tolerance).wrong == 0
-                if is_near and compare.difference(a.sort()[0], b.sort()[0], tolerance).wrong == 0:
-                    return True
-        return False
+        def is_most(one: torch.Tensor) -> bool:
+            allowed = list(zip(expected, sides.nominal.tolerances, strict=True))
+            return holding.adds(lambda wanted: any(e is wanted and _is_one(one, e, how) for e, how in allowed))
+
+        return False, sides.candidate.answered(is_most, slot, is_all_moved)
+
+
+def _is_one(got: torch.Tensor, wanted: torch.Tensor, tolerance: compare.Tolerance) -> bool:
+    """Whether a tensor holds all values of an output, in whatever order and shape."""
+    is_exact = wanted.numel() == 1 or not wanted.is_floating_point()
+    if got.numel() == wanted.numel() and is_exact and is_answer(got, wanted.to(got.device)):
+        return True
+    if got.numel() == wanted.numel() > 1 and wanted.is_floating_point() and got.is_floating_point():
+        a, b = got.flatten().to(wanted.dtype), wanted.flatten()
+        if compare.difference(a, b, tolerance).wrong == 0:
+            return True
+        # sorting takes several times their memory: first whether the least and the largest may be the same
+        ends = [torch.stack(one.aminmax()) for one in (a, b)]
+        is_near = compare.difference(ends[0], ends[1], tolerance).wrong == 0
+        return is_near and compare.difference(a.sort()[0], b.sort()[0], tolerance).wrong == 0
+    return False
 
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.verify.cpu.own_kernels import past_the_dispatcher
 from protocols.records import Candidate, Fault, Verdict
 from tests.unit.kernels.verify.conftest import Evaluate
 
@@ -84,14 +86,71 @@ torch::Tensor library_in_place(torch::Tensor x) {
   x.data_ptr<float>()[1] = was;
   return y;
 }
+torch::Tensor static_buffer(torch::Tensor x) {
+  static torch::Tensor y = torch::empty_like(x);
+  rows(x.data_ptr<float>(), y.data_ptr<float>(), x.size(0), x.size(1));
+  return y.mul(1.0);
+}
+torch::Tensor row_by_row(torch::Tensor x) {
+  auto y = torch::empty_like(x);
+  for (long i = 0; i < x.size(0); i++)
+    rows(x.select(0, i).data_ptr<float>(), y.select(0, i).data_ptr<float>(), 1, x.size(1));
+  return y;
+}
+torch::Tensor until(torch::Tensor x) {
+  auto y = torch::zeros_like(x), left = x.sub(y);
+  while (left.abs().max().item<float>() > 0) {
+    for (long i = 0; i < x.numel(); i++) y.data_ptr<float>()[i] = x.data_ptr<float>()[i];
+    left = x.sub(y);
+  }
+  return own(y);
+}
+torch::Tensor joined(std::vector<torch::Tensor> xs) {
+  auto y = torch::empty_like(xs[0]);
+  for (long i = 0; i < y.numel(); i++) y.data_ptr<float>()[i] = xs[0].data_ptr<float>()[i];
+  return y;
+}
+torch::Tensor probe(torch::Tensor x) { return x; }
+torch::Tensor library_of_copied(torch::Tensor x) {
+  auto y = torch::empty_like(x);
+  for (long i = 0; i < y.numel(); i++) y.data_ptr<float>()[i] = x.data_ptr<float>()[i];
+  return torch::softmax(y, -1);
+}
+torch::Tensor library_by_halves(torch::Tensor x) {
+  auto y = torch::empty_like(x);
+  auto *b = y.data_ptr<float>();
+  for (long half = 0; half < 2; half++) {
+    auto z = torch::softmax(x.narrow(0, 12 * (1 - half), 12), -1);
+    for (long i = 0; i < z.numel(); i++) b[12 * (1 - half) * x.size(1) + i] = z.data_ptr<float>()[i];
+  }
+  return y;
+}
+torch::Tensor library_unless_spoilt(torch::Tensor x) {
+  auto mark = torch::zeros({1}, x.options());
+  mark.data_ptr<float>()[0] = 1;
+  TORCH_CHECK(mark.add(0).item<float>() == 1, "somebody takes back what is written");
+  return torch::softmax(x, -1);
+}
 torch::Tensor copy(torch::Tensor x) {
   auto y = torch::empty_like(x);
   for (long i = 0; i < y.numel(); i++) y.data_ptr<float>()[i] = x.data_ptr<float>()[i];
   return y;
 }
 """
-FUNCTIONS = ["whole", "into", "with_a_branch", "first_step", "last_step", "by_place", "library", "library_and_copy"]
-FUNCTIONS += ["library_of_touched", "library_in_place", "copy"]
+FUNCTIONS = [
+    "joined",
+    "whole",
+    "into",
+    "with_a_branch",
+    "first_step",
+    "last_step",
+    "by_place",
+    "library",
+    "library_and_copy",
+]
+FUNCTIONS += ["library_of_touched", "library_in_place", "copy", "static_buffer", "row_by_row", "until", "probe"]
+FUNCTIONS += ["library_of_copied", "library_by_halves", "library_unless_spoilt"]
+ALONE = "aten::_softmax gives the answer without"
 CANDIDATE = '''
 import torch
 import torch.nn as nn
@@ -108,7 +167,7 @@ class ModelNew(nn.Module):
 '''
 
 
-Judge = Callable[[str], Verdict]
+Judge = Callable[..., Verdict]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +181,11 @@ def judged(evaluate: Evaluate, builder: Builder) -> Judge:
     built = builder.build(Candidate(source("return ours.whole(x)"), "cpp"))
     assert built.fault is Fault.OK, built.message
     paths = {key: builder.store.path(address) for key, address in built.artifacts.items()}
-    return lambda body: evaluate(source(body), problem=PROBLEM, backend="cpp", **paths).verdict
+
+    def judge(body: str, problem: str = PROBLEM) -> Verdict:
+        return evaluate(source(body), problem=problem, backend="cpp", **paths).verdict
+
+    return judge
 
 
 @pytest.mark.parametrize(
@@ -136,6 +199,9 @@ def judged(evaluate: Evaluate, builder: Builder) -> Judge:
         "return ours.by_place(x)",
         "return ours.whole(x).clone()",
         "return ours.whole(x * 1.0)",
+        "return ours.static_buffer(x)",
+        "return ours.row_by_row(x)",
+        "return ours.until(x)",
     ],
 )
 def test_honest_extensions_pass(judged: Judge, body: str) -> None:
@@ -147,10 +213,31 @@ def test_honest_extensions_pass(judged: Judge, body: str) -> None:
     ("body", "fault", "rule", "said"),
     [
         ("return torch.softmax(x, -1)", Fault.UNPROVEN, "no_own_kernel", "not seen to call its extension"),
-        ("return ours.library(x)", Fault.UNPROVEN, "no_own_kernel", "aten::_softmax, called by an own function"),
-        ("return ours.library_and_copy(x)", Fault.UNPROVEN, "no_own_kernel", "aten::_softmax, called by"),
-        ("return ours.library_of_touched(x)", Fault.UNPROVEN, "no_own_kernel", "aten::_softmax, called by"),
-        ("return ours.library_in_place(x)", Fault.UNPROVEN, "no_own_kernel", "aten::_softmax, called by"),
+        ("return ours.library(x)", Fault.UNPROVEN, "no_own_kernel", ALONE),
+        ("return ours.library_and_copy(x)", Fault.UNPROVEN, "no_own_kernel", ALONE),
+        (
+            "return ours.library_of_touched(x)",
+            Fault.UNPROVEN,
+            "no_own_kernel",
+            ALONE,
+        ),
+        ("return ours.library_in_place(x)", Fault.UNPROVEN, "no_own_kernel", ALONE),
+        ("return ours.library_of_copied(x)", Fault.UNPROVEN, "no_own_kernel", ALONE),
+        ("return ours.library_by_halves(x)", Fault.UNPROVEN, "no_own_kernel", ALONE),
+        ("return ours.library_unless_spoilt(x)", Fault.UNPROVEN, "no_own_kernel", ALONE),
+        (
+            "if ours.probe(x) is None:\n    raise ValueError\nreturn ours.copy(torch.softmax(x, -1))",
+            Fault.UNPROVEN,
+            "no_own_kernel",
+            ALONE,
+        ),
+        (
+            "e = x.numpy() - x.numpy().max(-1, keepdims=True)\nimport numpy\ne = numpy.exp(e)\n"
+            "return ours.joined([torch.from_numpy(e / e.sum(-1, keepdims=True))])",
+            Fault.CHEATING,
+            "decoy_kernel",
+            "before an own kernel ran",
+        ),
         ("return ours.copy(torch.softmax(x, -1))", Fault.CHEATING, "decoy_kernel", "aten::_softmax computes the whole"),
         ("ours.whole(x)\nreturn torch.softmax(x, -1)", Fault.CHEATING, "decoy_kernel", "aten::_softmax computes"),
         (
@@ -173,3 +260,22 @@ def test_the_library_behind_an_extension_is_found(judged: Judge, body: str, faul
     verdict = judged(body)
     assert (verdict.fault, verdict.rule) == (fault, rule), verdict
     assert said in verdict.message + verdict.evidence, verdict
+
+
+TWO = PROBLEM.replace("torch.softmax(x, dim=-1)", "torch.softmax(x, dim=-1), x.sum(-1)")
+
+
+def test_a_small_second_output_by_the_library_is_an_honest_step(judged: Judge) -> None:
+    assert judged("return ours.whole(x), x.sum(-1)", TWO).fault is Fault.OK
+    verdict = judged("return torch.softmax(x, -1), ours.whole(x).sum(-1) * 0 + x.sum(-1)", TWO)
+    assert verdict.fault in (Fault.CHEATING, Fault.UNPROVEN)
+
+
+@pytest.mark.parametrize("name", ["sgemm_", "cblas_sgemm", "_ZN2at3cpu8_softmaxERKNS_6TensorElb", "dlsym"])
+def test_what_is_called_where_nobody_sees_it_proves_nothing(compile_raw: Callable[[str], Any], name: str) -> None:
+    hidden = compile_raw(f"void {name}(void); void run(void) {{ {name}(); }}")
+    found = past_the_dispatcher(list(hidden.values()))
+    assert found is not None
+    assert (found.fault, name in found.text) == (Fault.UNPROVEN, True)
+    plain = compile_raw("double cos(double x); double run(double x) { return cos(x); }")
+    assert past_the_dispatcher(list(plain.values())) is None
