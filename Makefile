@@ -19,12 +19,12 @@ run: $(VENV)/.installed
 
 install: $(VENV)/.installed
 
-# Five workers on two cores: tests of whole runs, of deadlines and of what dies wait for a third of their time. They
+# Four workers on two cores: tests of whole runs, of deadlines and of what dies wait for a third of their time. They
 # start hundreds of processes: without bytecode each would compile what it imports of ours.
 test: export OMP_NUM_THREADS ?= 1
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -n 5 --dist worksteal
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

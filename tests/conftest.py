@@ -60,16 +60,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def spread(long: list[T], short: list[T], workers: int) -> list[T]:
-    """In shares that follow each other, as xdist deals them out, each with some of the long ones first: one worker with
-    all of them took as long as the whole suite.
+    """In shares that follow each other, as xdist deals them out. Every second one begins with long ones: one worker
+    with all of them took as long as the whole suite, and more than two at a time are more than two cores' work.
 
-    >>> spread(["A", "B", "C"], ["a", "b", "c", "d", "e"], 2)
+    >>> spread(["A", "B", "C"], ["a", "b", "c", "d", "e"], 4)
     ['A', 'C', 'a', 'b', 'B', 'c', 'd', 'e']
     """
     found: list[T] = []
     for worker in range(workers):
         size = (len(long) + len(short) - len(found)) // (workers - worker)
-        mine = long[worker::workers]
+        mine = long[worker // 2 :: (workers + 1) // 2] if worker % 2 == 0 else []
         count = max(0, size - len(mine))
         found += mine
         found += short[:count]
