@@ -80,9 +80,8 @@ CONTRACTS = {
         "CPU kernels in C++",
         "that builds them with `load_inline(cpp_sources=…)`",
         _scale(_INCLUDE, _CPP_BODY, "cpp_sources=SOURCE"),
-        "All arithmetic must happen in your C++ code; the library may do a sub-step, never the whole.\n"
-        + FRESH
-        + RULES,
+        "All arithmetic must happen in your C++ code; the library may do a sub-step, never the whole. "
+        "Threads of your own can't be started; OpenMP and at::parallel_for can be used.\n" + FRESH + RULES,
     ),
     "cuda": prompts.contract(
         "CUDA kernels",

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kbrl_async.kernels.funnel import Builder
-from kbrl_async.kernels.verify.cpu.own_kernels import past_the_dispatcher
+from kbrl_async.kernels.verify.cpu import own_kernels
+from kbrl_async.kernels.verify.cpu.own_kernels import past_the_dispatcher, to_ask
 from protocols.records import Candidate, Fault, Verdict
 from tests.unit.kernels.verify.conftest import Evaluate
 
@@ -279,3 +280,12 @@ def test_what_is_called_where_nobody_sees_it_proves_nothing(compile_raw: Callabl
     assert (found.fault, name in found.text) == (Fault.UNPROVEN, True)
     plain = compile_raw("double cos(double x); double run(double x) { return cos(x); }")
     assert past_the_dispatcher(list(plain.values())) is None
+
+
+def test_a_buffer_that_lasts_is_its_own_where_one_set_alone_can_be_asked_about(
+    judged: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not change from call to call is the library's, so that two calls have to be over different inputs."""
+    monkeypatch.setattr(own_kernels, "to_ask", lambda order: to_ask(order)[:1])
+    verdict = judged("return ours.static_buffer(x)")
+    assert verdict.fault is Fault.OK, verdict
