@@ -224,8 +224,8 @@ class Checker:
             self._overwritten.add(self._rng.randrange(seen))
         self._run_left(tick)
         if self._trace is not None:
-            closed, extension = self._backend.is_closed, self._backend.is_extension
-            self.refuse(proof.of_recorded(self._trace, is_closed=closed, is_extension=extension))
+            is_closed = self._backend.is_closed
+            self.refuse(proof.of_recorded(self._trace, is_closed=is_closed, is_extension=self.is_extension))
             self.refuse(proof.of_forbidden(self._trace, self.reference.declared.forbidden))
 
     def finish(self, tick: Callable[[], None]) -> None:

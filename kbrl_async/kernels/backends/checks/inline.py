@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection
 
 from kbrl_async.kernels.backends.checks import syntax
 from protocols.records import BuildReport, Fault
@@ -59,23 +58,23 @@ def _words(node: ast.AST) -> list[str]:
         module = node.module or "."
         if node.level or not _is_importable(module):
             return [module]
-        names = [f"{module}.{alias.name}" for alias in node.names]
-        return [name for name in names if not _is_importable(name)]
+        return [name for alias in node.names if _is_barred(name := f"{module}.{alias.name}")]
     if isinstance(node, ast.Name) and node.id in _FORBIDDEN:
         return [node.id]
     if isinstance(node, ast.Attribute):
         if node.attr in _FORBIDDEN_ATTRIBUTES:
             return [node.attr]
-        if isinstance(node.value, ast.Name) and not _is_importable(f"{node.value.id}.{node.attr}", ("os", "sys")):
+        if isinstance(node.value, ast.Name) and _is_barred(f"{node.value.id}.{node.attr}"):
             return [f"{node.value.id}.{node.attr}"]
     return []
 
 
-def _is_importable(name: str, of: Collection[str] = _MODULES) -> bool:
-    """Where it begins with one of these modules; any other name is none of theirs, which imports must not be."""
+def _is_importable(module: str) -> bool:
+    return module.partition(".")[0] in _MODULES and not _is_barred(module)
+
+
+def _is_barred(name: str) -> bool:
+    """What lies in a module that may be imported, by its dotted name."""
     first, *rest = name.split(".")
-    if first not in of:
-        return of is not _MODULES
-    if (first == "os" and rest and rest[0] not in _OS_ALLOWED) or name == "sys.modules":
-        return False
-    return not _FORBIDDEN_ATTRIBUTES.intersection(rest)
+    is_of_system = first == "os" and bool(rest) and rest[0] not in _OS_ALLOWED
+    return is_of_system or name == "sys.modules" or not _FORBIDDEN_ATTRIBUTES.isdisjoint(rest)

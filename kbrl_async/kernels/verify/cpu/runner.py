@@ -180,13 +180,9 @@ class Runner:
         given = self.slots[slot]
         if not muted:
             return trace.recorded(lambda: self.model(*given))
-        inputs: list[torch.Tensor] = []
-        shapes: list[torch.Tensor] = []
-        answer: list[torch.Tensor] = []
-        values.flatten(given, inputs)
-        values.flatten(self.held[1], shapes)
+        inputs = _tensors(given)
         saved = [tensor.clone() for tensor in inputs]
-        watch = trace.OperatorWatch({tensor.numel() for tensor in shapes}, saved)
+        watch = trace.OperatorWatch({tensor.numel() for tensor in _tensors(self.held[1])}, saved)
         failed: Exception | None = None
         try:
             result, found = trace.recorded(lambda: self.model(*given), watch, muted=True)
@@ -196,8 +192,7 @@ class Runner:
         tree = values.flatten(result, outputs)
         result = values.restore(tree, [tensor.clone() for tensor in outputs])  # an output may be an input
         _put_back(inputs, saved)
-        values.flatten(self.model(*given), answer)
-        found = trace.answered(found, watch, answer)
+        found = trace.answered(found, watch, _tensors(self.model(*given)))
         if failed is not None and not found.answered:
             raise failed
         return result, found
@@ -208,20 +203,16 @@ class Runner:
         """
         constants = self._constants(slot - 1) if len(self.slots) > 1 else {}
         given = self.slots[slot]
-        inputs: list[torch.Tensor] = []
-        answer: list[torch.Tensor] = []
-        values.flatten(given, inputs)
+        inputs = _tensors(given)
         saved = [tensor.clone() for tensor in inputs]
-        values.flatten(self.model(*given), answer)
-        answer = [tensor.clone() for tensor in answer]  # an output may be an input
+        answer = [tensor.clone() for tensor in _tensors(self.model(*given))]  # an output may be an input
         _put_back(inputs, saved)
         watch = ShadowWatch(answer, inputs, constants)
         found = trace.recorded(lambda: self.model(*given), watch)[1]
         return msgspec.structs.replace(found, answered=watch.answered)
 
     def _constants(self, slot: int) -> dict[int, torch.Tensor]:
-        inputs: list[torch.Tensor] = []
-        values.flatten(self.slots[slot], inputs)
+        inputs = _tensors(self.slots[slot])
         saved = [tensor.clone() for tensor in inputs]
         watch = ShadowWatch([], inputs)
         trace.recorded(lambda: self.model(*self.slots[slot]), watch)
@@ -229,9 +220,7 @@ class Runner:
         return watch.constant()
 
     def _recorded(self, slot: int, nonce: int) -> wire.Taped:
-        inputs: list[torch.Tensor] = []
-        values.flatten(self.slots[slot], inputs)
-        self.last, found = tape.record(lambda: self.model(*self.slots[slot]), inputs)
+        self.last, found = tape.record(lambda: self.model(*self.slots[slot]), _tensors(self.slots[slot]))
         if isinstance(found, str):
             return wire.Taped(nonce, refused=found[:400])
         data = program.encode(found)
@@ -277,6 +266,12 @@ class Runner:
         for metas in order.slots:
             self.slots.append(values.restore(order.tree, [values.view(self.arena, meta) for meta in metas]))
         self.channel.send(wire.encode(wire.Ready()))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    values.flatten(value, found)
+    return found
 
 
 def _put_back(tensors: list[torch.Tensor], saved: list[torch.Tensor]) -> None:

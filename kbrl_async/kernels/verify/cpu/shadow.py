@@ -53,7 +53,7 @@ class ShadowWatch(OperatorWatch):  # type: ignore[no-untyped-call] # torch's own
         inputs: Sequence[torch.Tensor],
         constants: dict[int, torch.Tensor] | None = None,
     ) -> None:
-        super().__init__({tensor.numel() for tensor in answer})
+        super().__init__(set())
         self._given = [tensor.clone() for tensor in inputs]
         self._constants = constants or {}
         self.unknown: dict[int, torch.Tensor] = {}
@@ -106,9 +106,6 @@ class ShadowWatch(OperatorWatch):  # type: ignore[no-untyped-call] # torch's own
         finally:
             self._is_looking = False
         return result
-
-    def _look(self, name: str, result: Any) -> None:
-        """Not at what was really made."""
 
     def _again(self, function: Any, name: str, leaves: list[Any], result: Any, shadows: Any) -> None:
         given = {_place(leaf) for leaf in leaves if _is_tensor(leaf)}
