@@ -28,12 +28,13 @@ from rich.table import Table
 from benchmarks.harness import CORES, Result, say
 from benchmarks.harness.crew import Crew, CrewTask, Work
 from kbrl_async.errors import KbrlError, ProblemError
+from kbrl_async.kernels.funnel import Result as VerifyResult
 from kbrl_async.kernels.funnel import Verifier, VerifyOptions
 from kbrl_async.kernels.funnel.verifier import choose_device, default_bench
 from kbrl_async.kernels.importing import JOURNAL, ImportedRow
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.kernels.verify.checks import DEGENERATE_NOTE
-from protocols.records import Candidate, Fault, Problem, Verdict
+from protocols.records import Candidate, Fault, Problem
 
 Backend = Literal["c", "triton", "cuda-nvrtc"]
 State = Literal[
@@ -129,8 +130,8 @@ WAYS: dict[str, Way] = {
 
 
 class SourceOutcome(msgspec.Struct, frozen=True):
-    """Of one problem. `seconds`: of the lazy candidate from its source to its verdict; `trust` and `evidence` are its
-    verdict's; where a decoy is what is wrong, the decoy's.
+    """Of one problem. `seconds`: of the lazy candidate from its source to its verdict, `stages` what they went into;
+    `trust` and `evidence` are its verdict's; where a decoy is what is wrong, the decoy's.
     """
 
     problem_id: str
@@ -139,6 +140,8 @@ class SourceOutcome(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     trust: str = ""
     evidence: str = ""
+    stages: dict[str, float] = {}
+    details: dict[str, str] = {}
 
 
 def sources(
@@ -179,14 +182,16 @@ def judged(problem: Problem, backend: Backend, verifier: Verifier) -> SourceOutc
     """Both candidates; whatever a problem is, it is an outcome and no exception."""
     begun = time.monotonic()
     try:
-        lazy = verifier.verify(problem, made(problem, backend, lazy=True)).verdict
+        asked = verifier.verify(problem, made(problem, backend, lazy=True))
+        lazy, told = asked.verdict, _told_of(asked)
         spent = round(time.monotonic() - begun, 2)
         if lazy.fault is not Fault.OK:
             state: State = "no tensor" if "max() " in lazy.message else "lazy refused"
             state = "too lazy" if any(words in lazy.message for words in TOO_LAZY) else state
             why = f"{lazy.fault} {lazy.rule}: {lazy.message}"[:400]
-            return SourceOutcome(problem.problem_id, state, why, spent, *_told_of(lazy))
-        decoy = verifier.verify(problem, made(problem, backend, lazy=False)).verdict
+            return SourceOutcome(problem.problem_id, state, why, spent, *told)
+        copied = verifier.verify(problem, made(problem, backend, lazy=False))
+        decoy = copied.verdict
     except ProblemError as error:
         return SourceOutcome(
             problem.problem_id, "too large" if "does not fit" in str(error) else "problem", str(error)[:400]
@@ -195,17 +200,24 @@ def judged(problem: Problem, backend: Backend, verifier: Verifier) -> SourceOutc
         verifier.restart()
         return SourceOutcome(problem.problem_id, "host", f"{type(error).__name__}: {error}"[:400])
     if decoy.rule in DECOYS:
-        return SourceOutcome(problem.problem_id, "as it should", "", spent, *_told_of(lazy))
+        return SourceOutcome(problem.problem_id, "as it should", "", spent, *told)
     why = f"{decoy.fault} {decoy.rule}: {decoy.message}"[:400]
     if decoy.fault is not Fault.OK:
-        return SourceOutcome(problem.problem_id, "decoy refused otherwise", why, spent, *_told_of(decoy))
+        return SourceOutcome(problem.problem_id, "decoy refused otherwise", why, spent, *_told_of(copied))
     is_known = DEGENERATE_NOTE in decoy.evidence
     state = "proves nothing" if is_known else "decoy accepted"
-    return SourceOutcome(problem.problem_id, state, why, spent, *_told_of(decoy))
+    return SourceOutcome(problem.problem_id, state, why, spent, *_told_of(copied))
 
 
-def _told_of(verdict: Verdict) -> tuple[str, str]:
-    return f"{verdict.trust} {verdict.trust_reason}".strip(), verdict.evidence[:300]
+def _told_of(result: VerifyResult) -> tuple[str, str, dict[str, float], dict[str, str]]:
+    """Trust, evidence, and the stages' seconds and details."""
+    verdict, stages = result.verdict, result.stages
+    return (
+        f"{verdict.trust} {verdict.trust_reason}".strip(),
+        verdict.evidence[:300],
+        {stage.name: round(stage.seconds, 2) for stage in stages},
+        {stage.name: stage.detail for stage in stages if stage.detail},
+    )
 
 
 def _drawn(folder: str, backend: Backend, sample: int, seed: int) -> list[Problem]:

@@ -7,6 +7,7 @@ are compared by parts, because what is asked beside a candidate is to fit where 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -21,7 +22,7 @@ _FEW = 8
 """Elements that may be alike by chance."""
 _PART = 1 << 22
 """Elements."""
-_equal, _aminmax = torch.equal, torch.aminmax
+_equal, _aminmax, _isfinite = torch.equal, torch.aminmax, torch.isfinite
 TensorCheck = Callable[[torch.Tensor], bool]
 
 
@@ -54,21 +55,36 @@ def is_answer(item: torch.Tensor, wanted: torch.Tensor, in_any_order: bool = Tru
         is_alike = not item.is_floating_point() and (item.dtype == torch.bool) == (wanted.dtype == torch.bool)
         is_chance = not is_alike or all(_equal(part, first.expand_as(part)) for part in slices(wanted, _PART))
         return not is_chance and _is_same(item, wanted, lambda a, b: _equal(a.to(b.dtype), b), in_any_order)
-    low, high = (float(end) for end in _aminmax(wanted))
+    low, high = _ends(wanted)
     if low == high and wanted.numel() > 1:
         return False
-    scale = max(abs(low), abs(high))
-    near = _SAME * scale + 1e-30
-    first_and_last = (end.to(wanted.dtype) if item.is_floating_point() else end for end in _aminmax(item))
-    least, most = (float(end) for end in first_and_last)
+    near = _SAME * max(abs(low), abs(high)) + 1e-30
+    least, most = _ends(item, wanted.dtype)
     if not (abs(least - low) <= 2 * near and abs(most - high) <= 2 * near):
         return False
 
     def are_near(a: torch.Tensor, b: torch.Tensor) -> bool:
         a, b = (a.to(b.dtype) if a.is_floating_point() else a).double(), b.double()
-        return bool(((a - b).abs() <= near + _SAME * b.abs()).all())
+        return bool((((a - b).abs() <= near + _SAME * b.abs()) & _isfinite(b) | _is_alike(a, b)).all())
 
     return _is_same(item, wanted, are_near, in_any_order)
+
+
+def _ends(tensor: torch.Tensor, rounded_to: torch.dtype | None = None) -> tuple[float, float]:
+    """The least and the largest of its numbers: what is infinite or NaN is none, and 0 where nothing else is there."""
+    dtype = rounded_to if rounded_to is not None and tensor.is_floating_point() else tensor.dtype
+    low, high = (float(end.to(dtype)) for end in _aminmax(tensor))
+    if math.isfinite(low) and math.isfinite(high):
+        return low, high
+    parts = (part.to(dtype) for part in slices(tensor, _PART))
+    finite = (part[_isfinite(part)] for part in parts)
+    ends = [float(end) for part in finite if part.numel() for end in _aminmax(part)]
+    return min(ends, default=0.0), max(ends, default=0.0)
+
+
+def _is_alike(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Where neither is a number that could be near another: both NaN, or the same infinity."""
+    return (a == b) | ((a != a) & (b != b))
 
 
 def _is_same(
@@ -154,13 +170,16 @@ def _places(part: torch.Tensor, whole: torch.Tensor, along: int) -> list[int]:
     count = whole.shape[along] - part.shape[along] + 1
     if _rest(part, along) != _rest(whole, along) or count < 1 or part.numel() < _FEW or whole.is_complex():
         return []
-    near = _SAME * float(whole.abs().max()) if whole.is_floating_point() else 0.0
+    near = _SAME * max(map(abs, _ends(whole))) if whole.is_floating_point() else 0.0
     whole, part = whole.double(), part.double()
-    begins = (whole.narrow(along, 0, count) - part.narrow(along, 0, 1)).abs() <= near
+
+    def are_near(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return ((a - b).abs() <= near) | _is_alike(a, b)
+
+    begins = are_near(whole.narrow(along, 0, count), part.narrow(along, 0, 1))
     places = torch.nonzero(begins.movedim(along, 0).reshape(count, -1).all(1)).flatten().tolist()
     size = part.shape[along]
-    are_near = ((place, (whole.narrow(along, place, size) - part).abs() <= near) for place in places[:_MOST_BEGINS])
-    return [place for place, is_near in are_near if bool(is_near.all())]
+    return [place for place in places[:_MOST_BEGINS] if bool(are_near(whole.narrow(along, place, size), part).all())]
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kbrl_async.kernels.verify.layouts import Holding, share_within
+from kbrl_async.kernels.verify.layouts import Holding, is_answer, share_within
 
 ANSWER = torch.softmax(torch.randn(24, 65, generator=torch.Generator().manual_seed(1)), -1)
 
@@ -41,3 +41,34 @@ def test_a_small_output_by_the_library_is_not_most_of_several() -> None:
     assert holding.adds(lambda wanted: wanted.dim() == 2)
     assert Holding([ANSWER]).adds(lambda wanted: True)
     assert not Holding([]).adds(lambda wanted: True)
+
+
+HOLED = torch.where(ANSWER < 0.01, torch.nan, ANSWER).index_fill(1, torch.tensor([3, 4]), -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("item", "is_it"),
+    [
+        (HOLED.clone(), True),
+        (HOLED.t().contiguous(), True),
+        (HOLED.double(), True),
+        (torch.where(HOLED.isnan(), 0.5, HOLED), False),
+        (torch.where(HOLED.isinf(), -3e38, HOLED), False),
+        (torch.where(HOLED.isinf(), torch.inf, HOLED), False),
+        (HOLED * 1.01, False),
+        (ANSWER, False),
+        (torch.full_like(ANSWER, torch.nan), False),
+    ],
+)
+def test_what_is_no_number_in_an_answer_hides_no_copy_of_it(item: torch.Tensor, is_it: bool) -> None:
+    assert is_answer(item, HOLED) is is_it
+    assert (share_within([item[12:], item[:12]], HOLED) == 1.0) is (is_it and item.shape == HOLED.shape)
+
+
+def test_an_answer_without_numbers_is_nobodys() -> None:
+    assert not is_answer(torch.full((4, 5), torch.nan), torch.full((4, 5), torch.nan))
+
+
+def test_what_overflows_where_the_answer_is_narrower_is_infinite_in_it() -> None:
+    wide = torch.cat([ANSWER.flatten(), torch.tensor([7e4, -1e5])])
+    assert is_answer(wide, wide.half())

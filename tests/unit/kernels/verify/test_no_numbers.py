@@ -1,0 +1,65 @@
+"""Answers that are infinite or NaN in places: a copy of the library's result is found there, too."""
+
+from __future__ import annotations
+
+import pytest
+
+from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.funnel.build import artifact_paths
+from kbrl_async.kernels.verify import Bench
+from protocols.records import Candidate, Fault, Problem
+from tests.unit.kernels.verify.conftest import Evaluate
+
+_PROBLEM = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def forward(self, x):
+        return torch.tanh(torch.{operator}(x))
+
+def get_inputs():
+    return [torch.randn(40, 51)]
+
+def get_init_inputs():
+    return []
+"""
+_DECOY = """
+import torch
+import torch.nn as nn
+from kbrl_async.launch import c_kernel
+
+own = c_kernel("void own(const float *x, float *y, long n) {{ for (long i = 0; i < n; i++) y[i] = x[i]; }}", "own")
+
+class ModelNew(nn.Module):
+    def forward(self, x):
+        found = torch.{operator}(x)
+        found = torch.tanh(found)
+        y = torch.empty_like(found)
+        own(found, y, y.numel())
+        return y
+"""
+_HONEST = (
+    _DECOY.replace("y[i] = x[i]", "y[i] = tanhf(x[i])")
+    .replace('"void own', '"#include <math.h>\\nvoid own')
+    .replace("        found = torch.tanh(found)\n", "")
+)
+
+
+@pytest.mark.parametrize("replay", [True, False])
+@pytest.mark.parametrize("operator", ["sqrt", "log"])
+@pytest.mark.parametrize("is_honest", [True, False])
+def test_a_copy_of_the_librarys_answer_is_a_decoy(
+    bench: Bench, evaluate: Evaluate, builder: Builder, operator: str, replay: bool, is_honest: bool
+) -> None:
+    source = (_HONEST if is_honest else _DECOY).format(operator=operator)
+    problem = _PROBLEM.format(operator=operator)
+    candidate = Candidate(source, "c")
+    paths = artifact_paths(builder.store, builder.build(candidate))
+    if replay:
+        verdict = bench.evaluate(Problem("L1/01_a", 1, "a", problem), candidate, paths, timing=False).verdict
+    else:
+        verdict = evaluate(source, problem=problem, **paths).verdict
+    assert (verdict.fault, verdict.rule) == ((Fault.OK, "") if is_honest else (Fault.CHEATING, "decoy_kernel")), (
+        verdict.message
+    )
