@@ -8,7 +8,7 @@ import pytest
 
 from kbrl_async.kernels.verify.cuda.replay import candidates
 from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
-from protocols.records import OBSERVED, BenchReport, Fault
+from protocols.records import OBSERVED, REPLAYED, BenchReport, Fault
 from tests.gpu.bench_candidates import ADD, GOOD, MATMUL, matmul, nvrtc
 
 pytestmark = pytest.mark.gpu
@@ -90,18 +90,33 @@ COPIED = nvrtc("if (i < n) out[i] = x[i];").replace(
 )
 
 
-@pytest.mark.parametrize(("source", "rule"), [(nvrtc(), ""), (COPIED, "decoy_kernel")], ids=["honest", "a copy"])
-def test_a_copy_of_the_librarys_result_is_seen_where_it_is_only_watched(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch, source: str, rule: str
+SUM = "x * 2 + y + self.shift"
+ROOT = ADD.replace(SUM, f"torch.sqrt({SUM})")
+"""NaN in many places."""
+
+
+def unreplayable(*_given: object, **_named: object) -> None:
+    raise Unreplayable("its inputs take too much memory to be held twice more")
+
+
+@pytest.mark.parametrize(
+    ("problem", "source", "rule"),
+    [
+        (ADD, nvrtc(), ""),
+        (ADD, COPIED, "decoy_kernel"),
+        (ROOT, nvrtc("if (i < n) out[i] = sqrtf(x[i] * 2 + y[i] + shift);"), ""),
+        (ROOT, COPIED.replace(SUM, f"torch.sqrt({SUM})"), "decoy_kernel"),
+    ],
+    ids=["honest", "a copy", "honest, with NaN", "a copy, with NaN"],
+)
+@pytest.mark.parametrize("trust", [OBSERVED, REPLAYED])
+def test_a_copy_of_the_librarys_result_is_seen(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, problem: str, source: str, rule: str, trust: str
 ) -> None:
-    """As for want of memory, though its forward can be captured."""
-
-    def refuses(*given: object, **named: object) -> None:
-        raise Unreplayable("its inputs take too much memory to be held twice more")
-
-    monkeypatch.setattr(candidates, "place_inputs", refuses)  # `open` has forgotten the last candidate by then
-    verdict = judge(ADD, source, "cuda-nvrtc", timing=True).verdict
-    assert (verdict.rule, verdict.trust) == (rule, OBSERVED), verdict
+    if trust == OBSERVED:  # as for want of memory, though its forward can be captured
+        monkeypatch.setattr(candidates, "place_inputs", unreplayable)  # `open` has forgotten the last candidate by then
+    verdict = judge(problem, source, "cuda-nvrtc", timing=True).verdict
+    assert (verdict.rule, verdict.trust) == (rule, trust), verdict
 
 
 def test_changed_inputs_are_seen(judge: Judge) -> None:
