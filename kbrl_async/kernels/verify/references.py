@@ -11,6 +11,7 @@ from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.kernels.problems.cases import cases
 from kbrl_async.kernels.problems.workloads import NO_GROUP, Bound
 from kbrl_async.kernels.sandbox import Zygote
+from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify.device import Device, device_of
 from kbrl_async.kernels.verify.family import WHOLE, Family, WorkloadCase
 from kbrl_async.kernels.verify.hoarding import Crowded
@@ -45,9 +46,10 @@ class References:
             family = self._made(problem, tick)
         family.uses += 1
         self.kept[problem.source] = family
-        while self._are_too_many():
-            self.kept.popitem(last=False)[1].retire()
-            give_back()
+        with span("a reference's end"):
+            while self._are_too_many():
+                self.kept.popitem(last=False)[1].retire()
+                give_back()
         return family
 
     def _renewed(self, family: Family, problem: Problem, tick: Tick) -> Family | None:

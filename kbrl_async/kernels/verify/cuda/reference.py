@@ -236,7 +236,8 @@ class CudaReference(Reference):
         if not self.keeps_sets:
             return self.own(self._lend(seed))
         assert isinstance(self.session, CudaSession)
-        self.tree, tensors, arena = self.session.drawn(seed, self._options.reference_deadline_s)
+        with span("a reference's first draw"):
+            self.tree, tensors, arena = self.session.drawn(seed, self._options.reference_deadline_s)
         self._drawn.append(arena)
         self.examples = tensors
         return [values.flat(tensor) for tensor in tensors]
@@ -273,7 +274,8 @@ class CudaReference(Reference):
         assert isinstance(self.session, CudaSession)
         self.tick()
         deadline = self._options.reference_deadline_s
-        _, tensors, arena = self.session.drawn(seeds[0], deadline, tuple(seeds[1:]))
+        with span("a reference's more draws"):
+            _, tensors, arena = self.session.drawn(seeds[0], deadline, tuple(seeds[1:]))
         self._drawn.append(arena)
         flat, count = [values.flat(tensor) for tensor in tensors], len(self.examples)
         return [flat[begin : begin + count] for begin in range(0, len(seeds) * count, count)]

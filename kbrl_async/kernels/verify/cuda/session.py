@@ -23,6 +23,7 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.sandbox import Child, Limits, Zygote
+from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.timing.turns import DeviceTurns
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
@@ -224,10 +225,11 @@ class CudaSession(Session):
         self._outs, end = place_outputs(outs or [], slots, end, self.is_widened)
         fds: tuple[int, ...] = ()
         if self.shared is None or not least_bytes or max(end, least_bytes) > self.shared.size:
-            if self.shared is not None:
-                self.shared.close()
-            self.shared = DeviceArena.new(max(end, least_bytes), self._where)
-            fds = (self.shared.export(),)
+            with span("arenas of children"):
+                if self.shared is not None:
+                    self.shared.close()
+                self.shared = DeviceArena.new(max(end, least_bytes), self._where)
+                fds = (self.shared.export(),)
         targets = [[_moved(meta, slot * step) for meta, step in self._outs] for slot in range(slots)]
         order = wire.Attach(self.shared.size, tree, metas, self._outputs_at if outs is not None else -1, targets)
         try:
@@ -237,7 +239,8 @@ class CudaSession(Session):
                 os.close(fd)
         shared = self.shared
         self.slots = [[values.flat(shared.view(meta)) for meta in placed] for placed in metas]
-        self._expect(wire.Ready, 30.0)
+        with span("arenas of children, there"):
+            self._expect(wire.Ready, 30.0)
 
     def _send_arena(self, order: wire.Order, arena: DeviceArena) -> None:
         fd = arena.export()
