@@ -42,7 +42,7 @@ from kbrl_async.kernels.funnel.result import early, unbuilt
 from kbrl_async.kernels.funnel.verifier import check_device, choose_device, default_bench, read_text, under
 from kbrl_async.kernels.problems import load_file
 from kbrl_async.kernels.settings import Rules
-from kbrl_async.kernels.verify.options import BenchOptions
+from kbrl_async.kernels.verify.options import ALONE_SHARE, BenchOptions
 from protocols.records import BuildReport, Candidate, Fault, Problem, Verdict
 
 ENOUGH_HONEST, ENOUGH_HOSTILE = 0.97, 0.99
@@ -72,7 +72,7 @@ class HowJudged(msgspec.Struct, frozen=True):
     timing: bool = False
     warm: Path | None = None
     """A pair that each judges first, uncounted."""
-    references: int = 8
+    references: int = 1
     """0: as many as there are problems."""
     store: str = ""
     """Where others have built the pairs."""
@@ -84,7 +84,8 @@ class HowJudged(msgspec.Struct, frozen=True):
         return under(options, self.rules)
 
     def _bench(self, jobs: int) -> BenchOptions:
-        bench = msgspec.structs.replace(default_bench(()), references=self.references or sys.maxsize)
+        bench = default_bench(())
+        bench = msgspec.structs.replace(bench, references=self.references or sys.maxsize, alone_share=ALONE_SHARE)
         if not self.references:
             bench = msgspec.structs.replace(bench, reference_bytes=bench.limits.memory_bytes // jobs)
         return bench if jobs == 1 else msgspec.structs.replace(bench, memory_share=min(1.0, _SHARES / jobs))
@@ -123,7 +124,7 @@ def honest(
     repeat: Annotated[int, "how often each is judged, with another comment"] = 1,
     benches: Annotated[int, "so many beside each other judge what the jobs have built before; 0: each job has one"] = 0,
     alone_share: Annotated[float, "of pairs that are judged a second time, with nobody beside them"] = 0.0,
-    references: Annotated[int, "that a bench keeps; 0: each problem's is made once and kept"] = 8,
+    references: Annotated[int, "that a bench keeps; 0: each problem's is made once and kept"] = 1,
     again: Again = (),
     out: Out = None,
 ) -> Result:

@@ -27,6 +27,7 @@ from kbrl_async.kernels.problems import load_file
 from kbrl_async.kernels.stages import teller
 from kbrl_async.kernels.timing.turns import DeviceTurns
 from kbrl_async.kernels.verify import Bench, zygote_for
+from kbrl_async.kernels.verify.options import ALONE_SHARE
 from protocols.records import BenchReport, Candidate, Problem
 
 _LOOK_S = 0.02
@@ -76,7 +77,12 @@ def sizes(
 def verifying(device: str, memory_share: float, timing: bool, place: Path, _number: int, _jobs: int) -> Iterator[Work]:
     """What a worker does with a problem's file; `place` stands for the device."""
     options = msgspec.structs.replace(
-        default_bench(()), device=device, memory_share=memory_share, deadline_s=_DEADLINE_S
+        default_bench(()),
+        device=device,
+        memory_share=memory_share,
+        deadline_s=_DEADLINE_S,
+        references=1,
+        alone_share=ALONE_SHARE,
     )
     with contextlib.closing(DeviceTurns(place)) as turns, zygote_for(device, LIBRARY.name) as zygote:
         bench = Bench(zygote, options, random.Random(0), quiet=turns.alone)

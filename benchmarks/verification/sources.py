@@ -34,6 +34,7 @@ from kbrl_async.kernels.funnel.verifier import choose_device, default_bench
 from kbrl_async.kernels.importing import JOURNAL, ImportedRow
 from kbrl_async.kernels.problems import load_problems
 from kbrl_async.kernels.verify.checks import DEGENERATE_NOTE
+from kbrl_async.kernels.verify.options import ALONE_SHARE
 from protocols.records import Candidate, Fault, Problem
 
 Backend = Literal["c", "triton", "cuda-nvrtc"]
@@ -235,7 +236,10 @@ def _drawn(folder: str, backend: Backend, sample: int, seed: int) -> list[Proble
 def verifying(backend: Backend, memory_share: float, number: int, jobs: int) -> Iterator[Work]:
     """What a worker does with a problem."""
     own = tuple(CORES[number::jobs]) or (CORES[number % len(CORES)],)
-    bench = msgspec.structs.replace(default_bench(own), memory_share=memory_share or 1 / jobs, deadline_s=30.0)
+    share = memory_share or 1 / jobs
+    bench = msgspec.structs.replace(
+        default_bench(own), memory_share=share, deadline_s=30.0, references=1, alone_share=ALONE_SHARE
+    )
     limits = msgspec.structs.replace(bench.limits, memory_bytes=int(bench.limits.memory_bytes / jobs))
     options = VerifyOptions(timing=False, cores=own, bench=msgspec.structs.replace(bench, limits=limits))
     with Verifier(None, options) as verifier:

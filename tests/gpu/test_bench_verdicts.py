@@ -185,11 +185,12 @@ def get_inputs():
 def get_init_inputs():
     return [2048]
 """
+BASE = RECURRENT[RECURRENT.index("class") : RECURRENT.index("        return self.hidden")]
 RECURRENT_NEW = f"""
 from kbrl_async.launch import cuda_kernel
 import torch
 import torch.nn as nn
-{RECURRENT[RECURRENT.index("class") : RECURRENT.index("def get_inputs")].replace("class Model", "class Base")}
+{BASE.replace("class Model", "class Base")}
 class ModelNew(Base):
     def __init__(self, n):
         super().__init__(n)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from kbrl_async.kernels.verify.pieces import slices
+from kbrl_async.kernels.verify.pieces import countable, slices
 
 _SAME = 1e-4
 """Relative to the scale of the answer: a copy through an own kernel that adds a little noise is still a copy."""
@@ -73,10 +73,10 @@ def is_answer(item: torch.Tensor, wanted: torch.Tensor, in_any_order: bool = Tru
 def _ends(tensor: torch.Tensor, rounded_to: torch.dtype | None = None) -> tuple[float, float]:
     """The least and the largest of its numbers: what is infinite or NaN is none, and 0 where nothing else is there."""
     dtype = rounded_to if rounded_to is not None and tensor.is_floating_point() else tensor.dtype
-    low, high = (float(end.to(dtype)) for end in _aminmax(tensor))
+    low, high = (float(end.to(dtype)) for end in _aminmax(countable(tensor)))
     if math.isfinite(low) and math.isfinite(high):
         return low, high
-    parts = (part.to(dtype) for part in slices(tensor, _PART))
+    parts = (countable(part.to(dtype)) for part in slices(tensor, _PART))
     finite = (part[_isfinite(part)] for part in parts)
     ends = [float(end) for part in finite if part.numel() for end in _aminmax(part)]
     return min(ends, default=0.0), max(ends, default=0.0)
@@ -129,10 +129,10 @@ class Holding:
         return len(self._answer) == 1
 
     def adds(self, is_it: TensorCheck) -> bool:
-        """Asked of each tensor that is not held yet; whether those that are make at least half of all elements now."""
+        """Asked of each tensor that is not held yet; whether those that are make more than half of all elements now."""
         self._held |= {n for n, wanted in enumerate(self._answer) if n not in self._held and is_it(wanted)}
         sizes = [tensor.numel() for tensor in self._answer]
-        return 0 < sum(sizes) <= 2 * sum(sizes[number] for number in self._held)
+        return sum(sizes) < 2 * sum(sizes[number] for number in self._held)
 
 
 def are_answer(parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> bool:

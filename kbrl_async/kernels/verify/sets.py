@@ -29,7 +29,7 @@ from kbrl_async.kernels.verify.fresh import Pool, like
 from kbrl_async.kernels.verify.input_set import InputSet, follows_inputs, is_degenerate, tensors_of
 from kbrl_async.kernels.verify.known import AskedSet, Draws, Held, Recent, Redrawn, outlines
 from kbrl_async.kernels.verify.options import Tick, no_tick
-from kbrl_async.kernels.verify.pieces import bounds, pieces
+from kbrl_async.kernels.verify.pieces import bounds, countable, pieces
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Session
 from kbrl_async.kernels.verify.tolerance import FP8_SUM, HALF, HONEST_FACTOR, eased, is_noise, is_usual, relative_of
 
@@ -364,7 +364,9 @@ def _any_wide(blocks: list[torch.Tensor]) -> bool:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or all(bool(torch.isfinite(part).all()) for (part,) in pieces(tensor))
+    return not tensor.is_floating_point() or all(
+        bool(torch.isfinite(countable(part)).all()) for (part,) in pieces(tensor)
+    )
 
 
 def _to_magnitudes(places: list[torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from kbrl_async.kernels.verify import fused
-from kbrl_async.kernels.verify.pieces import pieces
+from kbrl_async.kernels.verify.pieces import countable, pieces
 
 HALF = (torch.float16, torch.bfloat16)
 HONEST_FACTOR = 4.0
@@ -147,6 +147,7 @@ def output_scale(tensor: torch.Tensor) -> float:
     """Largest finite magnitude; 0 for an empty or integer tensor."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return 0.0
+    tensor = countable(tensor)
     scale = float(torch.stack(torch.aminmax(tensor)).abs().amax())  # the device is waited for once
     if scale < float("inf"):
         return scale
@@ -174,8 +175,9 @@ def is_confirmed_integer(expected: torch.Tensor, wide: torch.Tensor) -> bool:
 
 
 def _are_integers(expected: torch.Tensor, wide: torch.Tensor, largest: float) -> bool:
-    same = (wide.to(expected.dtype) == expected) & (expected == expected.round()) & (expected.abs() <= largest)
-    return bool(same.all())
+    same = countable(wide.to(expected.dtype)) == countable(expected)
+    whole = countable(expected)
+    return bool((same & (whole == whole.round()) & (whole.abs() <= largest)).all())
 
 
 def largest_error(expected: torch.Tensor, other: torch.Tensor | None) -> float:

@@ -106,6 +106,12 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def fill_bytes(tensor: torch.Tensor, byte: int) -> None:
+    """Where its elements follow each other, whatever the stride of a dimension of one is; else it stays as it is."""
+    if tensor.is_contiguous():
+        flat(tensor).view(torch.uint8).fill_(byte)
+
+
 def layout(tensors: list[torch.Tensor], start: int = 0, alignment: int = _ALIGNMENT) -> tuple[list[TensorMeta], int]:
     """Places for dense tensors one after another from `start`, aligned; and the end."""
     metas = []

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from kbrl_async.kernels.cuda_driver import CHILD, EMPTY, HOST, KERNEL, MEMCPY, MEMSET, Driver
+from kbrl_async.kernels.verify import values
 from kbrl_async.kernels.verify.cuda.own_graphs import PLAIN
 
 _NAMES = {HOST: "a call of the host", 6: "a wait for an event", 7: "a record of an event", 10: "an allocation"}
@@ -181,8 +182,7 @@ class CapturedForwards:
         nothing = self._alone(graph)
         self._enable(graph, [name for name in self.kernels if name not in names], True)
         for tensor in self.outputs[0]:
-            if tensor.is_contiguous() and tensor.dim():
-                tensor.view(torch.uint8).fill_(0x7F)
+            values.fill_bytes(tensor, 0x7F)
         left = self._alone(graph)
         keep(self.outputs[0])
         self._enable(graph, names, True)

@@ -15,9 +15,9 @@ from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
 from kbrl_async.kernels.verify.cuda.session import CudaSession
 from kbrl_async.kernels.verify.cuda.sides import Sides
 from kbrl_async.kernels.verify.hoarding import NoMemory
-from kbrl_async.kernels.verify.input_set import tensors_of
+from kbrl_async.kernels.verify.input_set import is_degenerate, tensors_of
 from kbrl_async.kernels.verify.layouts import Holding, is_answer, is_moved
-from kbrl_async.kernels.verify.pieces import slices
+from kbrl_async.kernels.verify.pieces import countable, slices
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault
 from protocols.records import Candidate, Fault
 
@@ -27,6 +27,9 @@ _WRONG_LATER = "a later call gives wrong results; those that were checked were r
 _OTHERS = 4
 """Calls over other inputs before one without own kernels: its process keeps its last three answers, and what it gives
 back torch hands out again. After fewer a kernel that is skipped would seem to be given the very answer."""
+_AGAIN, _DRAWS = 3, 8
+"""Times that what would accuse is looked for once more over new inputs, and draws that this may take: of few or small
+whole numbers a chance makes the answer, and a draw whose answer is the same everywhere says nothing."""
 _PROVEN = 4
 """Slots over which own kernels are left out: where half of what is timed is the library's, 15 times of 16 it shows."""
 
@@ -38,6 +41,8 @@ class CapturedKernels:
         self._checker, self._sides = checker, sides
         self._is_blind = False
         """Whether an answer to other inputs was right of the last ones that a watched candidate was asked for."""
+        self._tells = True
+        """Whether the last draw's answer is one that zeros, a constant or an input is not."""
 
     def finding(self, captured: wire.Captured, candidate: Candidate) -> proof.Finding | None:
         return self._of_all(captured, candidate) or self.of_backward()
@@ -85,15 +90,31 @@ class CapturedKernels:
             self._checker.evidence = cuda_proof.evidence(names, own, cuda_proof.own_share(whole, left))
             if isinstance(session, ReplaySession):  # who is observed can answer for its parts as it likes
                 self._checker.own_share = cuda_proof.told_share(names, own, whole, left)
-            if (found := proof.of_muted(wire.Trace(answered=answered), is_right)) is not None:
+            found = proof.of_muted(wire.Trace(answered=answered), is_right)
+            if found is not None and self._is_found_again(own, slot):
                 return found
             if (finding := cuda_proof.of_share(names, own, whole, left)) is None:
-                return self._over(session, others) if isinstance(session, ReplaySession) else None
+                return self._over(session, own, others) if isinstance(session, ReplaySession) else None
         return finding
 
-    def _over(self, session: ReplaySession, slots: list[int]) -> proof.Finding | None:
-        limit = 10 * self._sides.limit_s
-        return cuda_proof.of_other_slots(session, slots, limit, self._drawn, self._found_without)
+    def _over(self, session: ReplaySession, own: list[str], slots: list[int]) -> proof.Finding | None:
+        def found_without(expected: list[torch.Tensor], slot: int) -> tuple[bool, str]:
+            found = self._found_without(expected, slot)
+            return found if found == (False, "") or self._is_found_again(own, slot) else (False, "")
+
+        return cuda_proof.of_other_slots(session, slots, 10 * self._sides.limit_s, self._drawn, found_without)
+
+    def _is_found_again(self, own: list[str], slot: int) -> bool:
+        """Each time, over other inputs at the same place."""
+        seen = 0
+        for _ in range(_DRAWS):
+            found = self.without(own, slot)[2:]
+            if found == (False, "") and self._tells:
+                return False
+            seen += self._tells
+            if seen == _AGAIN:
+                break
+        return seen > 0
 
     def _drawn(self, slot: int) -> list[torch.Tensor]:
         """New inputs in this slot of both: what the reference answers."""
@@ -210,7 +231,15 @@ class CapturedKernels:
         return whole, left, *self._found_without(expected, slot)
 
     def _found_without(self, expected: list[torch.Tensor], slot: int) -> tuple[bool, str]:
-        """After a run over this slot without own kernels: is it right, and which operator's result is the answer?"""
+        """After a run over this slot without own kernels: is it right, and which operator's result is the answer?
+        Neither where anything would be.
+        """
+        found = self._seen_without(expected, slot)
+        tolerances = self._sides.nominal.tolerances
+        self._tells = found == (False, "") or not is_degenerate(self._sides.reference.slots[slot], expected, tolerances)
+        return found if self._tells else (False, "")
+
+    def _seen_without(self, expected: list[torch.Tensor], slot: int) -> tuple[bool, str]:
         sides = self._sides
         if sides.differ(sides.candidate.outputs(slot, slot + 1), expected).wrong == 0 and not sides.nominal.degenerate:
             return True, ""
@@ -233,7 +262,7 @@ def _is_one(got: torch.Tensor, wanted: torch.Tensor, tolerance: compare.Toleranc
     if got.numel() == wanted.numel() and is_exact and is_answer(got, wanted.to(got.device)):
         return True
     if got.numel() == wanted.numel() > 1 and wanted.is_floating_point() and got.is_floating_point():
-        a, b = got.flatten().to(wanted.dtype), wanted.flatten()
+        a, b = countable(got.flatten().to(wanted.dtype)), countable(wanted.flatten())
         if compare.difference(a, b, tolerance).wrong == 0:
             return True
         # sorting takes several times their memory: first whether the least and the largest may be the same

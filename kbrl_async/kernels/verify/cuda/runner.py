@@ -319,8 +319,7 @@ class CudaRunner(runner.Runner):
         with contextlib.suppress(torch.OutOfMemoryError):  # then there is no memory that could hold an earlier one
             fresh += (torch.empty_like(tensor) for tensor in tensors for _ in range(2) if tensor.is_cuda)
         for tensor in fresh:
-            if tensor.is_contiguous() and tensor.dim():
-                tensor.view(torch.uint8).fill_(0x7F)
+            values.fill_bytes(tensor, 0x7F)
 
     def _traced(self, slot: int, muted: bool) -> tuple[Any, wire.Trace]:
         """The answer lies already where the outputs will be copied to, where it was asked for. What fails without own

@@ -391,3 +391,45 @@ def test_memory_that_can_not_be_mapped_is_given_back(
     with pytest.raises(CudaError):
         arena.DeviceArena(7, 1 << 21, torch.device("cuda", 0), arena.BASE if is_reserved else 0, is_reserved)
     assert called[called.index(refused) + 1 :] == undone
+
+
+def accused(wholes: list[list[int]], made: list[list[int]]) -> tuple[Finding | None, int]:
+    """Of a kernel without which forward makes these, where those are expected; and how often it was drawn."""
+    sides, drawn = Mock(nominal=Mock(mutated=False, degenerate=False), limit_s=1.0, batch=1), list[int]()
+    sides.nominal.tolerances = [Tolerance(0.0, 0.0)]
+    sides.reference.slots = [[torch.full((4,), -7)]]
+    sides.reference.call.return_value.tensors = [None]
+    sides.reference.read = lambda meta: torch.tensor(wholes[len(drawn) - 1])
+    sides.fill = lambda slots: drawn.append(slots[0])
+    sides.candidate.own_kernels.return_value = ["own"]
+    sides.candidate.muted.return_value = (100_000.0, 50_000.0)
+    sides.candidate.answered.return_value = ""
+    sides.differ = lambda outputs, expected: Mock(wrong=int(made[len(drawn) - 1] != expected[0].flatten().tolist()))
+    checker = Mock()
+    checker.reference.declared.backward = ""
+    found = CapturedKernels(checker, sides).finding(Captured(0, {"own": 1, "library": 1}), Candidate("", "triton"))
+    return found, len(drawn)
+
+
+def test_whole_numbers_that_are_right_by_chance_accuse_nobody() -> None:
+    """`x & y` with 0x7F… for x is y, which is right where x has all bits of y: an honest kernel was a decoy."""
+    assert accused([[3, 2, 1], [1, 2, 0]], [[3, 2, 1], [3, 2, 1]]) == (None, 2)
+    finding, looks = accused([[3, 2, 1], [1, 2, 0], [3, 0, 1], [1, 0, 1]], [[3, 2, 1], [1, 2, 0], [3, 0, 1], [1, 0, 1]])
+    assert finding is not None
+    assert (finding.rule, looks) == ("decoy_kernel", 4)
+
+
+def test_a_draw_whose_answer_is_the_same_everywhere_says_nothing_of_own_kernels() -> None:
+    nothing = [0, 0, 0]
+    assert accused([nothing], [nothing]) == (None, 1)
+    finding, looks = accused([[1, 0, 0], nothing, nothing, [0, 1, 0]], [[1, 0, 0], nothing, nothing, [0, 0, 0]])
+    assert (finding, looks) == (None, 4)
+    told = [[1, 0, 0], nothing, [0, 1, 0], [0, 1, 1], nothing, [1, 1, 0]]
+    finding, looks = accused(told, told)
+    assert finding is not None
+    assert looks == 6
+
+
+def test_what_is_filled_before_its_parts_are_copied_there_is_put_together() -> None:
+    assert stretches_of([(0, 1024), (0, 512), (512, 1024)], 1024) == [0]
+    assert stretches_of([(0, 1024), (0, 512)], 1024) == []

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kbrl_async.kernels.verify.layouts import Holding, is_answer, share_within
+from kbrl_async.kernels.verify.values import fill_bytes
 
 ANSWER = torch.softmax(torch.randn(24, 65, generator=torch.Generator().manual_seed(1)), -1)
 
@@ -39,6 +40,9 @@ def test_a_small_output_by_the_library_is_not_most_of_several() -> None:
     assert not holding.adds(lambda wanted: wanted.dim() == 1)
     assert not holding.adds(lambda wanted: False)
     assert holding.adds(lambda wanted: wanted.dim() == 2)
+    half = Holding([ANSWER, ANSWER * 2])
+    assert not half.adds(lambda wanted: wanted is ANSWER), "the other half may be its own"
+    assert half.adds(lambda wanted: wanted is not ANSWER)
     assert Holding([ANSWER]).adds(lambda wanted: True)
     assert not Holding([]).adds(lambda wanted: True)
 
@@ -72,3 +76,17 @@ def test_an_answer_without_numbers_is_nobodys() -> None:
 def test_what_overflows_where_the_answer_is_narrower_is_infinite_in_it() -> None:
     wide = torch.cat([ANSWER.flatten(), torch.tensor([7e4, -1e5])])
     assert is_answer(wide, wide.half())
+
+
+def test_bytes_are_filled_whatever_the_stride_of_a_dimension_of_one_is() -> None:
+    """A solved system's answer: its columns follow each other, and it is contiguous where it has but one."""
+    column = torch.zeros(1, 3).t()
+    assert column.stride() == (1, 3)
+    assert column.is_contiguous()
+    fill_bytes(column, 0x7F)
+    turned = torch.zeros(4, 3).t()
+    fill_bytes(turned, 0x7F)
+    number = torch.zeros(())
+    fill_bytes(number, 0x7F)
+    assert [bool((one.view(-1).view(torch.int32) == 0x7F7F7F7F).all()) for one in (column, number)] == [True, True]
+    assert not turned.any()

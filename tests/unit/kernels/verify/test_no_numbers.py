@@ -1,4 +1,4 @@
-"""Answers that are infinite or NaN in places: a copy of the library's result is found there, too."""
+"""Answers that are infinite or NaN in places, or in fp8: a copy of the library's result is found there, too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.nn as nn
 
 class Model(nn.Module):
     def forward(self, x):
-        return torch.tanh(torch.{operator}(x))
+        return torch.tanh(torch.{operator}(x)){cast}
 
 def get_inputs():
     return [torch.randn(40, 51)]
@@ -37,7 +37,7 @@ class ModelNew(nn.Module):
         found = torch.tanh(found)
         y = torch.empty_like(found)
         own(found, y, y.numel())
-        return y
+        return y{cast}
 """
 _HONEST = (
     _DECOY.replace("y[i] = x[i]", "y[i] = tanhf(x[i])")
@@ -48,12 +48,13 @@ _HONEST = (
 
 @pytest.mark.parametrize("replay", [True, False])
 @pytest.mark.parametrize("operator", ["sqrt", "log"])
+@pytest.mark.parametrize("cast", ["", ".to(torch.float8_e4m3fn)"])
 @pytest.mark.parametrize("is_honest", [True, False])
 def test_a_copy_of_the_librarys_answer_is_a_decoy(
-    bench: Bench, evaluate: Evaluate, builder: Builder, operator: str, replay: bool, is_honest: bool
+    bench: Bench, evaluate: Evaluate, builder: Builder, operator: str, replay: bool, cast: str, is_honest: bool
 ) -> None:
-    source = (_HONEST if is_honest else _DECOY).format(operator=operator)
-    problem = _PROBLEM.format(operator=operator)
+    source = (_HONEST if is_honest else _DECOY).format(operator=operator, cast=cast)
+    problem = _PROBLEM.format(operator=operator, cast=cast)
     candidate = Candidate(source, "c")
     paths = artifact_paths(builder.store, builder.build(candidate))
     if replay:

@@ -338,8 +338,7 @@ def _does_the_same(captured: TorchForward, own: list[torch.Tensor], expected: li
     `own`: those of its outputs that are neither inputs nor last from call to call.
     """
     for tensor in own:
-        if tensor.is_contiguous() and tensor.dim():
-            tensor.view(torch.uint8).fill_(_POISON)
+        values.fill_bytes(tensor, _POISON)
     captured.graph.replay()
     driver().call("cuCtxSynchronize")
     return all(map(compare.is_roughly, captured.outputs, expected))

@@ -93,19 +93,27 @@ def joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def stretches_of(written: Iterable[Span], size: int) -> list[int]:
-    """Where blocks of so many bytes may begin that several of these cover, and none alone.
+    """Where blocks of so many bytes may begin that several of these cover, and none alone; and such as several smaller
+    ones cover on top of one that does, as what is filled with zeros before its parts are copied there.
 
     >>> stretches_of([(0, 256), (256, 512), (1024, 1280)], 512)
     [0]
+    >>> stretches_of([(0, 512), (0, 256), (256, 512)], 512)
+    [0]
     """
     spans = sorted(set(written))
+    smaller = [(begin, end) for begin, end in spans if end - begin < size]
+    alone = {begin for begin, end in spans if end - begin >= size}
+    return sorted({*_covered(spans, size, alone), *_covered(smaller, size, set())})
+
+
+def _covered(spans: list[Span], size: int, alone: set[int]) -> list[int]:
     covered: list[Span] = []
     for begin, end in spans:
         if covered and begin <= covered[-1][1]:
             covered[-1] = (covered[-1][0], max(end, covered[-1][1]))
         else:
             covered.append((begin, end))
-    alone = {begin for begin, end in spans if end - begin >= size}
     return [
         begin
         for first, last in covered
