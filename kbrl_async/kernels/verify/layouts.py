@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -118,21 +118,34 @@ def runs_of(sizes: Sequence[int], total: int) -> list[slice]:
 
 
 class Holding:
-    """How much of an answer of several tensors the library's results hold: a small one may be its honest step."""
+    """How much of an answer of several tensors the library's results hold: a small one may be its honest step, and so
+    may be one that only brings elements into another order.
+    """
 
     def __init__(self, answer: Sequence[torch.Tensor]) -> None:
         self._answer = answer
         self._held: set[int] = set()
-
-    @property
-    def is_single(self) -> bool:
-        return len(self._answer) == 1
+        self._moved: set[int] = set()
 
     def adds(self, is_it: TensorCheck) -> bool:
-        """Asked of each tensor that is not held yet; whether those that are make more than half of all elements now."""
-        self._held |= {n for n, wanted in enumerate(self._answer) if n not in self._held and is_it(wanted)}
+        """Asked of each tensor that is not held yet; whether those that are make more than half of all elements now, or
+        all of them together with those that were moved.
+        """
+        self._held |= self._found(self._held, is_it)
         sizes = [tensor.numel() for tensor in self._answer]
-        return sum(sizes) < 2 * sum(sizes[number] for number in self._held)
+        return sum(sizes) < 2 * sum(sizes[number] for number in self._held) or self._is_whole
+
+    def moves(self, is_it: TensorCheck) -> bool:
+        """The same of a copy; whether all are held or moved now."""
+        self._moved |= self._found(self._held | self._moved, is_it)
+        return self._is_whole
+
+    def _found(self, known: Collection[int], is_it: TensorCheck) -> set[int]:
+        return {n for n, wanted in enumerate(self._answer) if n not in known and is_it(wanted)}
+
+    @property
+    def _is_whole(self) -> bool:
+        return len(self._answer) > 0 and len(self._held | self._moved) == len(self._answer)
 
 
 def are_answer(parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> bool:

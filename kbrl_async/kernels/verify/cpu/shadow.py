@@ -131,17 +131,17 @@ class ShadowWatch(OperatorWatch):  # type: ignore[no-untyped-call] # torch's own
         if not computes(name) and not copies(name):
             return
         for item, shadow in zip(real, found, strict=True):
-            if not self._answered and self._holding.adds(functools.partial(self._is_it, name, shadow)):
+            if not self._answered and self._tells(name, shadow):
                 self._answered = name
             if computes(name) and _equal(item, shadow):
                 _keep(self._made, item)
             if computes(name) and sum(map(len, self._parts.values())) < _MOST_PARTS:
                 _keep(self._parts.setdefault(name, []), shadow)
 
-    def _is_it(self, name: str, item: torch.Tensor, wanted: torch.Tensor) -> bool:
+    def _tells(self, name: str, item: torch.Tensor) -> bool:
         if copies(name):
-            return self._holding.is_single and is_moved(item, wanted, self._given)
-        return is_answer(item, wanted)
+            return self._holding.moves(lambda wanted: is_moved(item, wanted, self._given))
+        return self._holding.adds(lambda wanted: is_answer(item, wanted))
 
     def _shadow(self, tensor: torch.Tensor, is_given: bool) -> torch.Tensor:
         """Where there is none yet it is made."""

@@ -127,7 +127,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
         if name == BEFORE and self.is_input(item):
             return False
         if copies(name):
-            return holding.is_single and holding.adds(lambda wanted: is_moved(item, wanted, self._inputs))
+            return holding.moves(lambda wanted: is_moved(item, wanted, self._inputs))
         return holding.adds(lambda wanted: is_answer(item, wanted))
 
 

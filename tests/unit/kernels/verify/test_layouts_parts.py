@@ -44,6 +44,13 @@ def test_a_small_output_by_the_library_is_not_most_of_several() -> None:
     assert not half.adds(lambda wanted: wanted is ANSWER), "the other half may be its own"
     assert half.adds(lambda wanted: wanted is not ANSWER)
     assert Holding([ANSWER]).adds(lambda wanted: True)
+    turned = Holding([ANSWER, ANSWER.t(), ANSWER.sum(-1)])
+    assert not turned.moves(lambda wanted: wanted.shape[0] == 65), (
+        "bringing it into another order may be an honest step"
+    )
+    assert not turned.adds(lambda wanted: wanted.dim() == 1)
+    assert turned.moves(lambda wanted: wanted is ANSWER), "nothing is left that own code might have made"
+    assert Holding([ANSWER]).moves(lambda wanted: True)
     assert not Holding([]).adds(lambda wanted: True)
 
 
