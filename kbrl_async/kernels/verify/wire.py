@@ -125,6 +125,8 @@ class Captured(msgspec.Struct, frozen=True, tag="captured"):
     """Kernels of one forward by name, as the child tells it."""
     refused: str = ""
     """Why forward can't be timed as a graph; empty where it can."""
+    is_short: bool = False
+    """Whether the library was refused memory meanwhile: then it goes another way, which may be slower."""
 
 
 class Taped(msgspec.Struct, frozen=True, tag="taped"):

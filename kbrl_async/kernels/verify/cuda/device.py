@@ -277,15 +277,32 @@ class CudaDevice(Device):
         """Its recorded work, done again; its own process where that can't be."""
         assert isinstance(reference, CudaReference)
         replays = self._replays_for(zygote, options)
+        made: Judged
         try:
             wanted = options.outputs == "kept", options.check_s > 0
-            return replays.open(reference, code, options.deadline_s, rng, is_alone, *wanted)
+            made = replays.open(reference, code, options.deadline_s, rng, is_alone, *wanted)
         except Unreplayable as refusal:
             if isinstance(refusal, ShortOfMemory) and not self._has_given_way:
                 raise NoMemory(str(refusal)) from refusal
-            watched = super().judged(reference, zygote, code, options, rng, is_alone)
-            watched.trust_reason, watched.is_shared = str(refusal), not is_alone and replays.is_shared
-            return watched
+            self._refuse_short(reference)
+            made = super().judged(reference, zygote, code, options, rng, is_alone)
+            made.trust_reason, made.is_shared = str(refusal), not is_alone and replays.is_shared
+            return made
+        try:
+            self._refuse_short(reference)
+        except NoMemory:
+            made.close()
+            raise
+        return made
+
+    def _refuse_short(self, reference: CudaReference) -> None:
+        """:raises NoMemory: it would be timed the slower for memory that others have. Once they have given way it is
+        timed as it is: it may need more than there is.
+        """
+        if self._has_given_way:
+            reference.bears_shortage = True
+        if reference.is_short and not reference.bears_shortage and self.has_neighbours:
+            raise NoMemory("the library found too little memory for the reference's usual way")
 
     def is_repeated(
         self, reference: Reference, code: Submission, options: BenchOptions, is_right: bool, is_alone: bool
@@ -327,6 +344,10 @@ class CudaDevice(Device):
     ) -> None:
         with self._unproven_without_memory(checker):
             self.stopwatch(checker, checker.reference.session, options, rng, tick).prove(candidate)
+        captured = checker.session.captured if isinstance(checker.session, CudaSession) else None
+        is_short = captured is not None and captured.is_short and checker.fault is None
+        if is_short and self.has_neighbours and not self._has_given_way:
+            raise NoMemory("the library found too little memory for the candidate's usual way")
 
     def prove_last(self, checker: Checker) -> None:
         """Of who is watched."""

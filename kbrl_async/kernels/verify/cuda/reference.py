@@ -107,6 +107,8 @@ class CudaReference(Reference):
         self._drawn: list[DeviceArena] = []
         self._outs: list[wire.TensorMeta] = []
         self.plan, self.forward_ns = ReferencePlan(options.slots, 1), 0.0
+        self.bears_shortage = False
+        """Whether it is timed although its library found too little memory."""
         try:
             super().__init__(zygote, problem, options, rng, tick)
         except (torch.OutOfMemoryError, CudaError) as error:
@@ -196,6 +198,12 @@ class CudaReference(Reference):
         assert isinstance(self.session, CudaSession)
         known = self.session.captured or self.session.capture(self.plan.batch, self._options.reference_deadline_s)
         return known.refused
+
+    @property
+    def is_short(self) -> bool:
+        """Whether its library found too little memory when it was captured: cuDNN then takes a plan that needs less."""
+        assert isinstance(self.session, CudaSession)
+        return self.session.captured is not None and self.session.captured.is_short
 
     def attach(self, session: Judged) -> None:
         assert isinstance(session, TimedSide)

@@ -346,6 +346,7 @@ class CudaRunner(runner.Runner):
     def _captured(self, count: int, nonce: int) -> wire.Captured:
         self._end_batch()
         self.last, self.held = None, [None, None]
+        refused_before = _refusals(self._where)
         try:
             kept = functools.partial(tensors_kept_by, self.model)
             self._batch = CapturedForwards(self._driver, self._the_flush, self._forward, count, kept)
@@ -356,7 +357,8 @@ class CudaRunner(runner.Runner):
         if replies.too_many_names(self._batch.kernels):
             self._end_batch()
             return wire.Captured(nonce, refused="forward launches too many kernels")
-        return wire.Captured(nonce, {name: len(nodes) for name, nodes in self._batch.kernels.items()})
+        kernels = {name: len(nodes) for name, nodes in self._batch.kernels.items()}
+        return wire.Captured(nonce, kernels, is_short=_refusals(self._where) > refused_before)
 
     @property
     def _the_flush(self) -> Flush:
@@ -406,6 +408,11 @@ class CudaRunner(runner.Runner):
         assert self._batch is not None
         whole, left = self._batch.without(order.kernels, lambda outputs: self._copy(outputs, self._outs[0]))
         self.channel.send(wire.encode(wire.Timed(order.nonce, whole, left)))
+
+
+def _refusals(where: torch.device) -> int:
+    """How often torch found no memory so far, be it that somebody caught that."""
+    return int(torch.cuda.memory_stats(where).get("num_ooms", 0))
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
