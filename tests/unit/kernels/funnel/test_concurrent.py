@@ -10,6 +10,8 @@ import pytest
 from kbrl_async.errors import InfraError, MissingTool, UserError
 from kbrl_async.kernels.funnel import AsyncVerifier, Verifier
 from kbrl_async.kernels.funnel.concurrent import cores_for, with_retry
+from kbrl_async.kernels.funnel.verifier import VerifyOptions, default_bench
+from kbrl_async.kernels.verify.options import ALONE_SHARE
 from protocols.records import Fault, Problem
 from tests.unit.kernels.funnel.conftest import PROBLEM, QUICK, kernel
 
@@ -21,6 +23,23 @@ def test_candidates_are_verified_beside_one_another(problem: Problem) -> None:
 
     found = asyncio.run(all_of(kernel(), kernel("3 * x[i]"), "nothing"))
     assert found == [Fault.OK, Fault.INCORRECT, Fault.FORMAT_ERROR]
+
+
+def test_many_candidates_are_doubted_as_in_a_run_and_whoever_chooses_a_bench_gets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[VerifyOptions] = []
+
+    class Seen(Verifier):
+        def __enter__(self) -> Verifier:
+            made.append(self.options)
+            return self
+
+    monkeypatch.setattr("kbrl_async.kernels.funnel.concurrent.Verifier", Seen)
+    chosen = default_bench(())
+    AsyncVerifier(1, "cpu")._verifier()
+    AsyncVerifier(1, "cpu", VerifyOptions(bench=chosen))._verifier()
+    assert [one.bench.alone_share for one in made if one.bench] == [ALONE_SHARE, 1.0]
 
 
 def test_a_verifier_takes_ids_texts_and_files(verifier: Verifier, tmp_path: Path) -> None:
