@@ -51,9 +51,8 @@ def is_answer(item: torch.Tensor, wanted: torch.Tensor, in_any_order: bool = Tru
     if item.numel() == 1 and not (item.is_floating_point() and wanted.is_floating_point()):
         return False
     if not wanted.is_floating_point():
-        first = wanted[(0,) * wanted.dim()]
         is_alike = not item.is_floating_point() and (item.dtype == torch.bool) == (wanted.dtype == torch.bool)
-        is_chance = not is_alike or all(_equal(part, first.expand_as(part)) for part in slices(wanted, _PART))
+        is_chance = not is_alike or _is_the_same_everywhere(wanted)
         return not is_chance and _is_same(item, wanted, lambda a, b: _equal(a.to(b.dtype), b), in_any_order)
     low, high = _ends(wanted)
     if low == high and wanted.numel() > 1:
@@ -119,11 +118,11 @@ def runs_of(sizes: Sequence[int], total: int) -> list[slice]:
 
 class Holding:
     """How much of an answer of several tensors the library's results hold: a small one may be its honest step, and so
-    may be one that only brings elements into another order.
+    may be one that only brings elements into another order. An output that is the same everywhere tells nothing.
     """
 
     def __init__(self, answer: Sequence[torch.Tensor]) -> None:
-        self._answer = answer
+        self._answer = [one for one in answer if _tells(one)]
         self._held: set[int] = set()
         self._moved: set[int] = set()
 
@@ -146,6 +145,21 @@ class Holding:
     @property
     def _is_whole(self) -> bool:
         return len(self._answer) > 0 and len(self._held | self._moved) == len(self._answer)
+
+
+def _tells(wanted: torch.Tensor) -> bool:
+    """Whether it is no mere chance that another tensor holds it, as `is_answer` has it."""
+    if wanted.numel() == 0 or wanted.is_complex():
+        return False
+    if wanted.is_floating_point():
+        low, high = _ends(wanted)
+        return wanted.numel() == 1 or low != high
+    return not _is_the_same_everywhere(wanted)
+
+
+def _is_the_same_everywhere(wanted: torch.Tensor) -> bool:
+    first = wanted[(0,) * wanted.dim()]
+    return all(_equal(part, first.expand_as(part)) for part in slices(wanted, _PART))
 
 
 def are_answer(parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> bool:

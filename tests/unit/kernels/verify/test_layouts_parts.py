@@ -97,3 +97,20 @@ def test_bytes_are_filled_whatever_the_stride_of_a_dimension_of_one_is() -> None
     fill_bytes(number, 0x7F)
     assert [bool((one.view(-1).view(torch.int32) == 0x7F7F7F7F).all()) for one in (column, number)] == [True, True]
     assert not turned.any()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.zeros(24, 65),
+        torch.ones(24, 65, dtype=torch.bool),
+        torch.full((24, 65), 3),
+        torch.where(ANSWER < 0.01, -torch.inf, 0.0),
+        torch.zeros(24, 65, dtype=torch.complex64),
+        torch.zeros(0),
+    ],
+)
+def test_an_output_that_is_the_same_everywhere_is_no_half_of_an_answer(other: torch.Tensor) -> None:
+    """A cosine and its signs, all of which are the same in most draws: a copy of both was accepted for that half."""
+    assert Holding([ANSWER, other]).adds(lambda wanted: wanted is ANSWER)
+    assert not Holding([other]).adds(lambda wanted: True)
