@@ -1,0 +1,82 @@
+"""Answers of several tensors: what of them the library may make beside own kernels, and what leaves those nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.funnel.build import artifact_paths
+from kbrl_async.kernels.verify import Bench
+from protocols.records import Candidate, Fault, Problem
+
+_PROBLEM = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def forward(self, x, y):
+        return {answer}
+
+def get_inputs():
+    return [torch.randn(40, 51), torch.randn(51, 40)]
+
+def get_init_inputs():
+    return []
+"""
+_CANDIDATE = '''
+import torch
+import torch.nn as nn
+from kbrl_async.launch import c_kernel
+
+SOURCE = """
+#include <math.h>
+void copied(const char *x, char *y, long n) {{ for (long i = 0; i < n; i++) y[i] = x[i]; }}
+void curved(const float *x, float *y, long n) {{ for (long i = 0; i < n; i++) y[i] = tanhf(x[i]); }}
+"""
+copied, curved = c_kernel(SOURCE, "copied"), c_kernel(SOURCE, "curved")
+
+def copy(x):
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    copied(x, y, x.numel() * x.element_size())
+    return y
+
+def tanh(x):
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    curved(x, y, x.numel())
+    return y
+
+class ModelNew(nn.Module):
+    def forward(self, x, y):
+        return {answer}
+'''
+TWO = "torch.tanh(x), torch.tanh(y).t()"
+SIGNS = "torch.tanh(x.exp()), x.exp() < 0"
+NARROW = "torch.tanh(x).half(), torch.tanh(y).to(torch.float8_e5m2)"
+TURNED = "x.t().contiguous(), torch.tanh(y), y.sum(-1)"
+
+
+@pytest.mark.parametrize(
+    ("problem", "candidate", "is_own"),
+    [
+        (TWO, "tanh(x), torch.tanh(y).t()", True),
+        (TWO, "torch.tanh(x), tanh(y).t()", True),
+        (TWO, "copy(torch.tanh(x)), copy(torch.tanh(y)).t()", False),
+        (SIGNS, "tanh(x.exp()), x.exp() < 0", True),
+        (SIGNS, "copy(torch.tanh(x.exp())), copy(x.exp() < 0)", False),
+        (NARROW, "tanh(x).half(), tanh(y).to(torch.float8_e5m2)", True),
+        (NARROW, "copy(torch.tanh(x).half()), copy(torch.tanh(y).to(torch.float8_e5m2))", False),
+        (TURNED, "x.t().contiguous(), tanh(y), y.sum(-1)", True),
+        (TURNED, "copy(x.t()), copy(torch.tanh(y)), copy(y.sum(-1))", False),
+    ],
+)
+def test_the_library_may_make_some_of_several_outputs_and_not_all(
+    bench: Bench, builder: Builder, problem: str, candidate: str, is_own: bool
+) -> None:
+    made = Candidate(_CANDIDATE.format(answer=candidate), "c")
+    given = Problem("L1/01_a", 1, "a", _PROBLEM.format(answer=problem))
+    verdict = bench.evaluate(given, made, artifact_paths(builder.store, builder.build(made)), timing=False).verdict
+    assert (verdict.fault, verdict.rule) == ((Fault.OK, "") if is_own else (Fault.CHEATING, "decoy_kernel")), (
+        verdict.message
+    )
