@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,13 +33,19 @@ def test_many_candidates_are_doubted_as_in_a_run_and_whoever_chooses_a_bench_get
 
     class Seen(Verifier):
         def __enter__(self) -> Verifier:
-            made.append(self.options)
             return self
+
+        def verify(self, *_args: object, **_named: object) -> Any:
+            made.append(self.options)
+
+    async def asked(options: VerifyOptions | None) -> None:
+        async with AsyncVerifier(1, "cpu", options) as verifier:
+            await verifier.verify("L1/13", "text")
 
     monkeypatch.setattr("kbrl_async.kernels.funnel.concurrent.Verifier", Seen)
     chosen = default_bench(())
-    AsyncVerifier(1, "cpu")._verifier()
-    AsyncVerifier(1, "cpu", VerifyOptions(bench=chosen))._verifier()
+    asyncio.run(asked(None))
+    asyncio.run(asked(VerifyOptions(bench=chosen)))
     assert [one.bench.alone_share for one in made if one.bench] == [ALONE_SHARE, 1.0]
 
 

@@ -206,7 +206,7 @@ def test_a_reference_that_went_a_slower_way_for_want_of_memory_is_made_again_onc
     device.replays = Mock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kbrl_async.kernels.verify.cuda.device.CudaReference", Mock)
-        patch.setattr(CudaDevice, "_others", [Mock()])
+        patch.setattr(CudaDevice, "has_neighbours", True)
         short, more = unhurt(is_short=True), cast(Any, (None, None, options, None, False))
         with pytest.raises(NoMemory, match="usual way"):
             device.judged(cast(Any, short), *more)
@@ -217,7 +217,7 @@ def test_a_reference_that_went_a_slower_way_for_want_of_memory_is_made_again_onc
         device.judged(cast(Any, short), *more)
         device.rest(0)
         device.judged(cast(Any, short), *more)  # it may need more than there is: once is enough
-        patch.setattr(CudaDevice, "_others", [])
+        patch.setattr(CudaDevice, "has_neighbours", False)
         device.judged(cast(Any, unhurt(is_short=True)), *more)
 
 
@@ -229,11 +229,12 @@ def test_a_candidate_whose_library_found_too_little_memory_is_not_timed_so(
     session.captured = wire.Captured(0, is_short=bool(is_short))
     checker = Mock(session=session, fault=None if is_right else Mock())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CudaDevice, "_others", [Mock()])
+        patch.setattr(CudaDevice, "has_neighbours", True)
         patch.setattr(device, "stopwatch", Mock())
         with pytest.raises(NoMemory) if is_refused else contextlib.nullcontext():
             device.prove(checker, Mock(), Mock(), Mock(), no_tick)
-        device._has_given_way = True
+        patch.setattr(device, "give_back", lambda: None)
+        device.give_way(no_tick)
         device.prove(checker, Mock(), Mock(), Mock(), no_tick)
 
 
