@@ -46,16 +46,18 @@ def is_answer(item: torch.Tensor, wanted: torch.Tensor, in_any_order: bool = Tru
     equal values, as all places of a largest element. A cast is no work: what rounds to a narrower answer holds it, and
     integers of another width do.
     """
-    if item.numel() != wanted.numel() or item.numel() == 0 or wanted.is_complex() or item.is_complex():
+    if item.numel() != wanted.numel() or item.numel() == 0 or wanted.is_complex() != item.is_complex():
         return False
+    if wanted.is_complex():
+        return is_answer(_as_real(item), _as_real(wanted), in_any_order)
     if item.numel() == 1 and not (item.is_floating_point() and wanted.is_floating_point()):
         return False
     if not wanted.is_floating_point():
         is_alike = not item.is_floating_point() and (item.dtype == torch.bool) == (wanted.dtype == torch.bool)
-        is_chance = not is_alike or _is_the_same_everywhere(wanted)
+        is_chance = not is_alike or not _tells(wanted)
         return not is_chance and _is_same(item, wanted, lambda a, b: _equal(a.to(b.dtype), b), in_any_order)
     low, high = _ends(wanted)
-    if low == high and wanted.numel() > 1:
+    if low == high and not _tells(wanted):
         return False
     near = _SAME * max(abs(low), abs(high)) + 1e-30
     least, most = _ends(item, wanted.dtype)
@@ -123,16 +125,16 @@ class Holding:
 
     def __init__(self, answer: Sequence[torch.Tensor]) -> None:
         self._answer = [one for one in answer if _tells(one)]
+        self._total = sum(tensor.numel() for tensor in answer)
         self._held: set[int] = set()
         self._moved: set[int] = set()
 
     def adds(self, is_it: TensorCheck) -> bool:
         """Asked of each tensor that is not held yet; whether those that are make more than half of all elements now, or
-        all of them together with those that were moved.
+        whether, with those that were moved, nothing is left that tells, and that is at least half.
         """
         self._held |= self._found(self._held, is_it)
-        sizes = [tensor.numel() for tensor in self._answer]
-        return sum(sizes) < 2 * sum(sizes[number] for number in self._held) or self._is_whole
+        return self._total < 2 * sum(self._answer[number].numel() for number in self._held) or self._is_whole
 
     def moves(self, is_it: TensorCheck) -> bool:
         """The same of a copy; whether all are held or moved now."""
@@ -144,22 +146,22 @@ class Holding:
 
     @property
     def _is_whole(self) -> bool:
-        return len(self._answer) > 0 and len(self._held | self._moved) == len(self._answer)
+        is_enough = 0 < self._total <= 2 * sum(tensor.numel() for tensor in self._answer)
+        return is_enough and len(self._held | self._moved) == len(self._answer)
 
 
 def _tells(wanted: torch.Tensor) -> bool:
     """Whether it is no mere chance that another tensor holds it, as `is_answer` has it."""
-    if wanted.numel() == 0 or wanted.is_complex():
-        return False
-    if wanted.is_floating_point():
-        low, high = _ends(wanted)
-        return wanted.numel() == 1 or low != high
-    return not _is_the_same_everywhere(wanted)
+    if wanted.is_complex():
+        return _tells(_as_real(wanted))
+    if wanted.numel() < 2:
+        return wanted.numel() == 1 and wanted.is_floating_point()
+    first = countable(wanted[(0,) * wanted.dim()])
+    return not all(bool(_is_alike(countable(part), first).all()) for part in slices(wanted, _PART))
 
 
-def _is_the_same_everywhere(wanted: torch.Tensor) -> bool:
-    first = wanted[(0,) * wanted.dim()]
-    return all(_equal(part, first.expand_as(part)) for part in slices(wanted, _PART))
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj())
 
 
 def are_answer(parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> bool:

@@ -105,8 +105,10 @@ def test_bytes_are_filled_whatever_the_stride_of_a_dimension_of_one_is() -> None
         torch.zeros(24, 65),
         torch.ones(24, 65, dtype=torch.bool),
         torch.full((24, 65), 3),
-        torch.where(ANSWER < 0.01, -torch.inf, 0.0),
+        torch.full((24, 65), -torch.inf),
+        torch.full((24, 65), torch.nan),
         torch.zeros(24, 65, dtype=torch.complex64),
+        torch.tensor([2]),
         torch.zeros(0),
     ],
 )
@@ -114,3 +116,19 @@ def test_an_output_that_is_the_same_everywhere_is_no_half_of_an_answer(other: to
     """A cosine and its signs, all of which are the same in most draws: a copy of both was accepted for that half."""
     assert Holding([ANSWER, other]).adds(lambda wanted: wanted is ANSWER)
     assert not Holding([other]).adds(lambda wanted: True)
+
+
+MASK = torch.where(ANSWER < 0.01, -torch.inf, 0.0)
+
+
+@pytest.mark.parametrize("other", [MASK, ANSWER.cumsum(0), torch.complex(ANSWER, ANSWER * 2), torch.zeros(24, 65)])
+def test_a_large_output_of_its_own_is_the_larger_part_whatever_it_holds(other: torch.Tensor) -> None:
+    """A mask of zeros and -inf by an own kernel, beside a small product by the library, was a decoy."""
+    assert not Holding([ANSWER[:4], other]).adds(lambda wanted: wanted.shape[0] == 4)
+
+
+@pytest.mark.parametrize("answer", [MASK, torch.complex(ANSWER, ANSWER * 2), ANSWER * torch.inf * (ANSWER - 0.01)])
+def test_masks_and_complex_answers_are_compared(answer: torch.Tensor) -> None:
+    assert is_answer(answer.clone(), answer)
+    assert not is_answer(answer.flip(0), answer)
+    assert Holding([answer]).adds(lambda wanted: True)
