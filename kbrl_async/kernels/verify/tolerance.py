@@ -175,9 +175,9 @@ def is_confirmed_integer(expected: torch.Tensor, wide: torch.Tensor) -> bool:
 
 
 def _are_integers(expected: torch.Tensor, wide: torch.Tensor, largest: float) -> bool:
-    same = countable(wide.to(expected.dtype)) == countable(expected)
-    whole = countable(expected)
-    return bool((same & (whole == whole.round()) & (whole.abs() <= largest)).all())
+    wide, expected = countable(wide.to(expected.dtype)), countable(expected)
+    same = (wide == expected) & (expected == expected.round()) & (expected.abs() <= largest)
+    return bool(same.all())
 
 
 def largest_error(expected: torch.Tensor, other: torch.Tensor | None) -> float:

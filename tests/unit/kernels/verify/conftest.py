@@ -12,12 +12,13 @@ import pytest
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.c import launch
 from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.funnel.build import artifact_paths
 from kbrl_async.kernels.sandbox import Child, Limits, Zygote
 from kbrl_async.kernels.sandbox.client import DEATH_S
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
-from protocols.records import BenchReport, Candidate, Problem
+from protocols.records import BenchReport, Candidate, Problem, Verdict
 
 SCALE_AND_SHIFT = """
 import torch
@@ -88,6 +89,19 @@ def evaluate(watching: Bench) -> Evaluate:
     ) -> BenchReport:
         chosen = Candidate(source, backend or ("c" if artifacts else "torch"))
         return watching.evaluate(Problem("L1/01_test", 1, "test", problem), chosen, dict(artifacts), timing=timing)
+
+    return run
+
+
+@pytest.fixture
+def built_and_judged(bench: Bench, watching: Bench, builder: Builder) -> Callable[..., Verdict]:
+    """Of a candidate in C for a problem's text, replayed or in its own process."""
+
+    def run(source: str, problem: str, replay: bool = True) -> Verdict:
+        candidate = Candidate(source, "c")
+        paths = artifact_paths(builder.store, builder.build(candidate))
+        judge = bench if replay else watching
+        return judge.evaluate(Problem("L1/01_a", 1, "a", problem), candidate, paths, timing=False).verdict
 
     return run
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from kbrl_async.kernels.funnel import Builder
-from kbrl_async.kernels.funnel.build import artifact_paths
-from kbrl_async.kernels.verify import Bench
-from protocols.records import Candidate, Fault, Problem
-from tests.unit.kernels.verify.conftest import Evaluate
+from protocols.records import Fault, Verdict
 
 _PROBLEM = """
 import torch
@@ -51,16 +49,11 @@ _HONEST = (
 @pytest.mark.parametrize("cast", ["", ".to(torch.float8_e4m3fn)"])
 @pytest.mark.parametrize("is_honest", [True, False])
 def test_a_copy_of_the_librarys_answer_is_a_decoy(
-    bench: Bench, evaluate: Evaluate, builder: Builder, operator: str, replay: bool, cast: str, is_honest: bool
+    built_and_judged: Callable[..., Verdict], operator: str, replay: bool, cast: str, is_honest: bool
 ) -> None:
     source = (_HONEST if is_honest else _DECOY).format(operator=operator, cast=cast)
     problem = _PROBLEM.format(operator=operator, cast=cast)
-    candidate = Candidate(source, "c")
-    paths = artifact_paths(builder.store, builder.build(candidate))
-    if replay:
-        verdict = bench.evaluate(Problem("L1/01_a", 1, "a", problem), candidate, paths, timing=False).verdict
-    else:
-        verdict = evaluate(source, problem=problem, **paths).verdict
+    verdict = built_and_judged(source, problem, replay)
     assert (verdict.fault, verdict.rule) == ((Fault.OK, "") if is_honest else (Fault.CHEATING, "decoy_kernel")), (
         verdict.message
     )

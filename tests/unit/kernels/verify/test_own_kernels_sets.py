@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kbrl_async.kernels.funnel import Builder
-from kbrl_async.kernels.funnel.build import artifact_paths
-from kbrl_async.kernels.verify import Bench
 from kbrl_async.kernels.verify.cpu.own_kernels import to_ask
-from protocols.records import Candidate, Fault, Problem
-from tests.unit.kernels.verify.conftest import Evaluate
+from protocols.records import Fault, Verdict
 
 PROBLEM = """
 import torch
@@ -55,15 +52,10 @@ def small_first(names: list[str], _rng: Any) -> list[int]:
 
 @pytest.mark.parametrize("replay", [True, False])
 def test_a_library_step_that_is_the_answer_to_small_inputs_accuses_nobody(
-    bench: Bench, evaluate: Evaluate, builder: Builder, monkeypatch: pytest.MonkeyPatch, replay: bool
+    built_and_judged: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch, replay: bool
 ) -> None:
     monkeypatch.setattr("kbrl_async.kernels.verify.checks.in_secret_order", small_first)
-    candidate = Candidate(HONEST, "c")
-    paths = artifact_paths(builder.store, builder.build(candidate))
-    if replay:
-        verdict = bench.evaluate(Problem("L1/01_a", 1, "a", PROBLEM), candidate, paths, timing=False).verdict
-    else:
-        verdict = evaluate(HONEST, problem=PROBLEM, **paths).verdict
+    verdict = built_and_judged(HONEST, PROBLEM, replay)
     assert verdict.fault is Fault.OK, verdict.message
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from kbrl_async.kernels.funnel import Builder
-from kbrl_async.kernels.funnel.build import artifact_paths
-from kbrl_async.kernels.verify import Bench
-from protocols.records import Candidate, Fault, Problem
+from protocols.records import Fault, Verdict
 
 _PROBLEM = """
 import torch
@@ -72,11 +71,9 @@ TURNED = "x.t().contiguous(), torch.tanh(y), y.sum(-1)"
     ],
 )
 def test_the_library_may_make_some_of_several_outputs_and_not_all(
-    bench: Bench, builder: Builder, problem: str, candidate: str, is_own: bool
+    built_and_judged: Callable[..., Verdict], problem: str, candidate: str, is_own: bool
 ) -> None:
-    made = Candidate(_CANDIDATE.format(answer=candidate), "c")
-    given = Problem("L1/01_a", 1, "a", _PROBLEM.format(answer=problem))
-    verdict = bench.evaluate(given, made, artifact_paths(builder.store, builder.build(made)), timing=False).verdict
+    verdict = built_and_judged(_CANDIDATE.format(answer=candidate), _PROBLEM.format(answer=problem))
     assert (verdict.fault, verdict.rule) == ((Fault.OK, "") if is_own else (Fault.CHEATING, "decoy_kernel")), (
         verdict.message
     )
