@@ -4,7 +4,7 @@ Both are made of the problem's own text, so that any problem can be asked withou
 
 ::
 
-    lazy   Model with its largest input brought to memory of its own by an own kernel     ─▶ accepted
+    lazy   Model with its inputs brought to memory of their own by an own kernel          ─▶ accepted
     decoy  Model, and an own kernel that copies what the library computed                 ─▶ decoy_kernel
 """
 
@@ -45,6 +45,7 @@ State = Literal[
 """`too lazy`: the own kernel's share of a long computation is below what counts. `proves nothing`: the verdict itself
 says that zeros, a constant or an input would be right.
 """
+NO_TENSOR = "no tensor among the inputs"
 TOO_LAZY = ("of the computing time", "of the GPU time")
 DECOYS = ("decoy_kernel", "no_own_kernel")
 _BODY = """
@@ -77,11 +78,11 @@ class ModelNew(Model):
     def own_copy(self, x):
         return {copy}(x, self.own_kernel)
 """
-_LAZY = """
+_LAZY = f"""
     def forward(self, *inputs):
-        tensors = [x for x in inputs if isinstance(x, torch.Tensor) and x.numel()]
-        chosen = max(tensors, key=lambda x: (x.is_floating_point(), x.numel()))
-        return super().forward(*[self.own_copy(x) if x is chosen else x for x in inputs])
+        if not any(isinstance(x, torch.Tensor) for x in inputs):
+            raise ValueError("{NO_TENSOR}")
+        return super().forward(*[self.own_copy(x) if isinstance(x, torch.Tensor) and x.numel() else x for x in inputs])
 """
 _DECOY = """
     def forward(self, *inputs):
@@ -187,7 +188,7 @@ def judged(problem: Problem, backend: Backend, verifier: Verifier) -> SourceOutc
         lazy, told = asked.verdict, _told_of(asked)
         spent = round(time.monotonic() - begun, 2)
         if lazy.fault is not Fault.OK:
-            state: State = "no tensor" if "max() " in lazy.message else "lazy refused"
+            state: State = "no tensor" if NO_TENSOR in lazy.message else "lazy refused"
             state = "too lazy" if any(words in lazy.message for words in TOO_LAZY) else state
             why = f"{lazy.fault} {lazy.rule}: {lazy.message}"[:400]
             return SourceOutcome(problem.problem_id, state, why, spent, *told)
@@ -228,8 +229,7 @@ def _drawn(folder: str, backend: Backend, sample: int, seed: int) -> list[Proble
     except ProblemError as error:
         say(f"left out: {error}")
         return []
-    drawn = random.Random(seed).sample(problems, min(sample or len(problems), len(problems)))
-    return sorted(drawn, key=lambda problem: problem.problem_id)
+    return random.Random(seed).sample(problems, min(sample or len(problems), len(problems)))
 
 
 @contextlib.contextmanager

@@ -21,7 +21,8 @@ from queue import SimpleQueue
 import msgspec
 
 import kbrl_async
-from kbrl_async.kernels.audit.wire import AuditOptions, AuditProgress
+from kbrl_async.errors import InfraError
+from kbrl_async.kernels.audit.wire import READY, AuditOptions, AuditProgress
 from kbrl_async.kernels.problems.audit_file import FLAGGED, NOT_AUDITED, VERSION, Audit, ProblemAudit, problem_hash
 from protocols.records import Problem
 
@@ -55,12 +56,15 @@ class Auditor:
             self._worker, self._buffer = None, b""
 
     def audit(self, problem: Problem) -> ProblemAudit:
-        """Within the limits, whatever the problem does."""
+        """Within the limits, whatever the problem does.
+
+        :raises InfraError: no worker starts here.
+        """
+        worker = self._running()
         began = time.monotonic()
         last = ProblemAudit(problem.problem_id, problem_hash(problem), NOT_AUDITED)
-        patience = self.limits.time_limit_s + _GRACE_S + (0.0 if self._is_running() else _START_S)
+        patience = self.limits.time_limit_s + _GRACE_S
         try:
-            worker = self._running()
             assert worker.stdin is not None
             worker.stdin.write(msgspec.json.encode(problem) + b"\n")
             worker.stdin.flush()
@@ -93,8 +97,19 @@ class Auditor:
                 stdout=subprocess.PIPE,
                 cwd=Path(kbrl_async.__file__).parent.parent,
             )
+            self._wait_for_start()
         assert self._worker is not None
         return self._worker
+
+    def _wait_for_start(self) -> None:
+        try:
+            if self._line(time.monotonic() + _START_S) + b"\n" == READY:
+                return
+            cause = "it said what no worker says"
+        except (TimeoutError, EOFError) as error:
+            cause = f"it was silent for {_START_S:g} s" if isinstance(error, TimeoutError) else "it ended"
+        self.close()
+        raise InfraError(f"no worker for audits starts here: {cause}", "Its own message is on stderr, above")
 
     def _line(self, deadline: float) -> bytes:
         worker = self._worker

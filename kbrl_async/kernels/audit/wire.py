@@ -6,6 +6,9 @@ import msgspec
 
 from kbrl_async.kernels.problems.audit_file import ProblemAudit
 
+READY = b"ready\n"
+"""A worker's first line: what ends it later is a problem's doing, what ended it before is the host's."""
+
 
 class AuditOptions(msgspec.Struct, frozen=True):
     device: str

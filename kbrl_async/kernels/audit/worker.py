@@ -26,7 +26,7 @@ from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.kernels import sandbox
 from kbrl_async.kernels.audit import ours, probe
 from kbrl_async.kernels.audit.probe import AuditProbe, AuditTask
-from kbrl_async.kernels.audit.wire import AuditOptions, AuditProgress
+from kbrl_async.kernels.audit.wire import READY, AuditOptions, AuditProgress
 from kbrl_async.kernels.problems.audit_file import (
     CANNOT_RUN,
     CLEAN,
@@ -233,6 +233,8 @@ def main() -> None:
         if options.device != "cpu":
             device.open(gpu_share(options))
         worker = AuditWorker(zygote, options, device)
+        answers.write(READY)
+        answers.flush()
         with contextlib.suppress(BrokenPipeError):
             for line in sys.stdin.buffer:
                 worker.audit(msgspec.json.decode(line, type=Problem), _teller(answers))

@@ -53,6 +53,8 @@ _BUBBLEWRAP = (
 HUB_CACHE = "HF_HUB_CACHE"
 """Where it is set, children may read the models there (KernelBench's level 4), and no other ones."""
 CANARY = "kbrl_async.kernels.sandbox.canary"
+LIBRARIES = ("msgspec", "torch")
+"""Where these were found, all others are: a folder that PYTHONPATH alone names is a child's, too."""
 _START_S = 60.0
 START_S = _ANSWER_S = 30.0
 """What takes milliseconds, the start of a child first of all, may take so long on a loaded host."""
@@ -224,9 +226,8 @@ class Zygote:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for side in (self._channel, theirs):
             side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-        options = Options(
-            self._profile, (*self._preload, CANARY), interpreter_paths(), self._scratch.path, self._threads
-        )
+        readable = (*interpreter_paths(), *_folders_of(LIBRARIES))
+        options = Options(self._profile, (*self._preload, CANARY), readable, self._scratch.path, self._threads)
         options = msgspec.structs.replace(options, is_enclosed=self.is_enclosed)
         enclosure = _BUBBLEWRAP if self.is_enclosed else ()
         command = [*enclosure, sys.executable, "-m", "kbrl_async.kernels.sandbox.zygote", str(theirs.fileno())]
@@ -280,7 +281,7 @@ def _environment(threads: int, modules: tuple[str, ...] = ()) -> dict[str, str]:
         kept
         | pools
         | {
-            "PYTHONPATH": os.pathsep.join(dict.fromkeys([root, *_folders_of(modules)])),
+            "PYTHONPATH": os.pathsep.join(dict.fromkeys([root, *_folders_of((*modules, *LIBRARIES))])),
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_WAIT_POLICY": "passive",
             "HOME": "/",

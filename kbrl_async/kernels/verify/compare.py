@@ -121,6 +121,8 @@ def is_much_nearer(got: torch.Tensor, one: torch.Tensor, other: torch.Tensor) ->
 
 def _far(a: torch.Tensor, b: torch.Tensor) -> float:
     """The sum of distances of elements that are numbers."""
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
     return sum(float((x.double() - y.double()).abs().nan_to_num(0.0, 0.0).sum()) for x, y in pieces(a, b))
 
 

@@ -24,6 +24,10 @@ MIN_LIBRARY_NS = 300_000
 """Under this, times are those of calling, not of computing, and a share says nothing."""
 
 
+IN_PLACE = "the library's change of an input"
+"""Instead of an operator: what lies where forward writes over an input."""
+
+
 class Finding(msgspec.Struct, frozen=True):
     """A broken rule, with what shows it."""
 

@@ -170,7 +170,7 @@ class OwnKernels:
         results: dict[str, list[wire.TensorMeta]] = {}
         for name, meta in kept.items():
             results.setdefault(name.partition(" ")[2], []).append(meta)
-        holding = Holding(input_set.expected)
+        holding = Holding(input_set.expected, [] if input_set.mutated else input_set.blocks)
         for operator, metas in results.items():
             if copies(operator):
                 if holding.moves(functools.partial(self._is_moved, session, metas, input_set)):

@@ -62,7 +62,7 @@ class ShadowWatch(OperatorWatch):  # type: ignore[no-untyped-call] # torch's own
         self._made: list[torch.Tensor] = []
         """By the library alone, and as it was really made."""
         self._parts: dict[str, list[torch.Tensor]] = {}
-        self._holding = Holding(answer)
+        self._holding = Holding(answer, inputs)
         self._answered = ""
         for tensor in inputs:
             if _is_plain(tensor):

@@ -18,6 +18,7 @@ from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.input_set import is_degenerate, tensors_of
 from kbrl_async.kernels.verify.layouts import Holding, is_answer, is_moved
 from kbrl_async.kernels.verify.pieces import countable, slices
+from kbrl_async.kernels.verify.proof import IN_PLACE
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault
 from protocols.records import Candidate, Fault
 
@@ -30,6 +31,8 @@ back torch hands out again. After fewer a kernel that is skipped would seem to b
 _AGAIN, _DRAWS = 3, 8
 """Times that what would accuse is looked for once more over new inputs, and draws that this may take: of few or small
 whole numbers a chance makes the answer, and a draw whose answer is the same everywhere says nothing."""
+_FIRST = 1 << 20
+"""Elements of a tensor that are kept of an earlier draw."""
 _PROVEN = 4
 """Slots over which own kernels are left out: where half of what is timed is the library's, 15 times of 16 it shows."""
 
@@ -42,7 +45,13 @@ class CapturedKernels:
         self._is_blind = False
         """Whether an answer to other inputs was right of the last ones that a watched candidate was asked for."""
         self._tells = True
-        """Whether the last draw's answer is one that zeros, a constant or an input is not."""
+        """Whether the last draw's answer is one that zeros, a constant, an input or the answer before it is not."""
+        self._given: list[torch.Tensor] = []
+        """What forward changes of that draw's inputs, as they were before: the first elements of each."""
+        self._before: list[torch.Tensor] = []
+        """First elements of that draw's answer."""
+        self._rivals: list[torch.Tensor] = []
+        """The same of the draw before it, where that answer would be right, too."""
 
     def finding(self, captured: wire.Captured, candidate: Candidate) -> proof.Finding | None:
         return self._of_all(captured, candidate) or self.of_backward()
@@ -63,10 +72,12 @@ class CapturedKernels:
             return None
         if not behind:
             return msgspec.structs.replace(proof.of_backward(False), fault=Fault.UNPROVEN)
-        expected = self._drawn(slot)
-        session.without(behind, slot, sides.limit_s)
-        is_right = sides.differ(session.outputs(slot, slot + 1), expected).wrong == 0
-        return proof.of_backward(True) if is_right else None
+        for _ in range(_AGAIN):
+            expected = self._drawn(slot)
+            session.without(behind, slot, sides.limit_s)
+            if not self._is_right(session.outputs(slot, slot + 1), expected):
+                return None
+        return proof.of_backward(True)
 
     def _of_all(self, captured: wire.Captured, candidate: Candidate) -> proof.Finding | None:
         if captured.refused:
@@ -85,7 +96,7 @@ class CapturedKernels:
         count = self._sides.batch
         slot, *others = session.secret_slots(count, _PROVEN) if isinstance(session, ReplaySession) else [0]
         for _ in range(_LOOKS):  # others' work is in these times, too, on either side: the least of each holds
-            whole_ns, left_ns, is_right, answered = self.without(own, slot)
+            whole_ns, left_ns, is_right, answered = self._told_without(own, slot)
             whole, left = min(whole, whole_ns), min(left, left_ns)
             self._checker.evidence = cuda_proof.evidence(names, own, cuda_proof.own_share(whole, left))
             if isinstance(session, ReplaySession):  # who is observed can answer for its parts as it likes
@@ -104,6 +115,15 @@ class CapturedKernels:
 
         return cuda_proof.of_other_slots(session, slots, 10 * self._sides.limit_s, self._drawn, found_without)
 
+    def _told_without(self, own: list[str], slot: int) -> tuple[float, float, bool, str]:
+        """`without`, over other inputs for as long as their answer says nothing."""
+        found = self.without(own, slot)
+        for _ in range(0 if self._sides.nominal.degenerate else _DRAWS):
+            if self._tells:
+                break
+            found = self.without(own, slot)
+        return found
+
     def _is_found_again(self, own: list[str], slot: int) -> bool:
         """Each time, over other inputs at the same place."""
         seen = 0
@@ -119,7 +139,13 @@ class CapturedKernels:
     def _drawn(self, slot: int) -> list[torch.Tensor]:
         """New inputs in this slot of both: what the reference answers."""
         self._sides.fill([slot])
-        return [output.unsqueeze(0) for output in self._expected_of(slot)]
+        if self._sides.nominal.mutated:
+            self._given = [_part(given).clone() for given in self._sides.reference.slots[slot]]
+        expected = [output.unsqueeze(0) for output in self._expected_of(slot)]
+        both = list(zip(self._before, expected, self._sides.nominal.tolerances, strict=False))
+        is_rival = bool(both) and not any(compare.difference(one, _part(new), how).wrong for one, new, how in both)
+        self._rivals, self._before = self._before if is_rival else [], [_part(one).clone() for one in expected]
+        return expected
 
     def _launches(self) -> proof.Finding | None:
         """As on a CPU, where a forward can't be captured: what the launchers counted."""
@@ -234,26 +260,45 @@ class CapturedKernels:
         """After a run over this slot without own kernels: is it right, and which operator's result is the answer?
         Neither where anything would be.
         """
-        found, nominal = self._seen_without(expected, slot), self._sides.nominal
+        nominal, rivals = self._sides.nominal, list(zip(self._rivals, expected, strict=False))
         inputs = [] if nominal.mutated else self._sides.reference.slots[slot]  # an answer may lie in what is changed
-        self._tells = found == (False, "") or not is_degenerate(inputs, expected, nominal.tolerances)
-        return found if self._tells else (False, "")
+        is_same = bool(rivals) and all(compare.same_values(other, _part(one)) for other, one in rivals)
+        self._tells = not is_same and not is_degenerate(inputs, expected, nominal.tolerances)
+        return self._seen_without(expected, slot) if self._tells else (False, "")
 
     def _seen_without(self, expected: list[torch.Tensor], slot: int) -> tuple[bool, str]:
         sides = self._sides
-        if sides.differ(sides.candidate.outputs(slot, slot + 1), expected).wrong == 0 and not sides.nominal.degenerate:
+        if not sides.nominal.degenerate and self._is_right(sides.candidate.outputs(slot, slot + 1), expected):
             return True, ""
-
-        holding = Holding(expected)
+        inputs = [] if sides.nominal.mutated else sides.reference.slots[slot]
+        holding = Holding(expected, inputs)
 
         def is_all_moved(one: torch.Tensor) -> bool:
-            return holding.moves(lambda wanted: is_moved(one, wanted, sides.reference.slots[slot]))
+            return holding.moves(lambda wanted: is_moved(one, wanted, inputs))
 
         def is_most(one: torch.Tensor) -> bool:
-            allowed = list(zip(expected, sides.nominal.tolerances, strict=True))
-            return holding.adds(lambda wanted: any(e is wanted and _is_one(one, e, how) for e, how in allowed))
+            return holding.adds(lambda wanted: self._is_output(one, expected, wanted))
 
-        return False, sides.candidate.answered(is_most, slot, is_all_moved)
+        found = sides.candidate.answered(is_most, slot, is_all_moved)
+        left = () if found or not sides.nominal.mutated else self._changed(slot)
+        return False, found or (IN_PLACE if any(map(is_most, left)) else "")
+
+    def _is_right(self, outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+        """Where an answer to other inputs would be, too, only what is much nearer to this one."""
+        if self._sides.differ(outputs, expected).wrong:
+            return False
+        return all(_is_nearer(*three) for three in zip(outputs, expected, self._rivals, strict=False))
+
+    def _is_output(self, one: torch.Tensor, expected: list[torch.Tensor], wanted: torch.Tensor) -> bool:
+        """Whether a tensor is this one of what is expected."""
+        number = next(number for number, output in enumerate(expected) if output is wanted)
+        is_alike = _is_one(one, wanted, self._sides.nominal.tolerances[number])
+        return is_alike and (not self._rivals or _is_nearer(one, wanted, self._rivals[number]))
+
+    def _changed(self, slot: int) -> list[torch.Tensor]:
+        """Inputs over which forward has written without own kernels."""
+        both = zip(self._sides.candidate.slots[slot], self._given, strict=True)
+        return [place for place, given in both if not compare.same_values(_part(place), given)]
 
 
 def _is_one(got: torch.Tensor, wanted: torch.Tensor, tolerance: compare.Tolerance) -> bool:
@@ -274,7 +319,14 @@ def _is_one(got: torch.Tensor, wanted: torch.Tensor, tolerance: compare.Toleranc
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:
     """Of a large one the first elements."""
-    return next(slices(tensor))
+    return next(slices(tensor, _FIRST))
+
+
+def _is_nearer(got: torch.Tensor, wanted: torch.Tensor, other: torch.Tensor) -> bool:
+    """In their first elements; of as many, in whatever shape."""
+    parts = [_part(one).flatten() for one in (got, wanted, other)]
+    few = min(map(len, parts))
+    return compare.is_much_nearer(*(part[:few] for part in parts))
 
 
 def without_chance(trace: wire.Trace | None) -> wire.Trace | None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from kbrl_async.errors import ProblemError
+from kbrl_async.errors import InfraError, ProblemError
 from kbrl_async.kernels.audit import Auditor, Limits, audit_problems, probe, trials
 from kbrl_async.kernels.problems import audit_file, load_problems, parse_problem, usable
 from kbrl_async.kernels.problems.audit_file import Audit, AuditFinding, OutputTrial, ProblemAudit, problem_hash
@@ -229,6 +229,12 @@ def test_a_problem_that_ends_its_process_costs_one_problem(auditor: Auditor) -> 
     dead = auditor.audit(problem("__import__('os')._exit(1)"))
     assert (dead.status, "ended with status 1" in dead.reason) == ("not_audited", True)
     assert auditor.audit(problem("torch.tanh(x)")).status == "clean"
+
+
+def test_a_host_where_no_worker_starts_is_no_fault_of_its_problems() -> None:
+    """Each was said to need more memory, and an import took all rows untried."""
+    with Auditor(Limits("no such device", 8.0, 0.25)) as auditor, pytest.raises(InfraError, match="no worker"):
+        auditor.audit(problem("torch.tanh(x)"))
 
 
 def test_a_worker_that_dies_is_replaced(auditor: Auditor) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -231,3 +233,20 @@ def test_libraries_that_a_pth_file_adds_may_be_read(tmp_path: Path, monkeypatch:
     assert str(shared) in client.interpreter_paths()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert str(tmp_path) not in client.interpreter_paths()
+
+
+def test_libraries_that_pythonpath_alone_names_are_there_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pip install --target`: no zygote started, and no message said why."""
+    with tempfile.TemporaryDirectory() as libraries, tempfile.TemporaryDirectory() as own:
+        os.chmod(libraries, 0o755)  # a child is another user
+        Path(libraries, "some_library.py").touch()
+        asks = "def main(channel, payload, fds, isolation):\n    import some_library\n    channel.send(b'there')\n"
+        Path(own, "asks.py").write_text(asks)
+        monkeypatch.syspath_prepend(own)
+        monkeypatch.syspath_prepend(libraries)
+        monkeypatch.setattr(client, "LIBRARIES", ("some_library",))
+        with Zygote(("asks",), profile="tool") as zygote:
+            child = zygote.spawn("asks:main", b"", (), None, Access())
+            with contextlib.closing(child):
+                child.channel.settimeout(30.0)
+                assert child.channel.recv(64) == b"there"
