@@ -85,6 +85,20 @@ def kernelbench(checkout: Path, corpus: Path) -> int:
     return made
 
 
+def leaderboard(checkout: Path, corpus: Path) -> int:
+    """What models answered to KernelBench's first problems, as its leaderboard keeps it: nearly all by `load_inline`."""
+    place, made = checkout / "docs" / "assets", 0
+    found = json.loads((place / "data.json").read_text())
+    for name, answers in found.items():
+        level, number = re.findall(r"\d+", name)[:2]
+        problem = (place / "problems" / f"l{level}_p{number}.py").read_text()
+        for answer in answers:
+            candidate = place / "solutions" / f"{answer['file']}.py"
+            if candidate.is_file():
+                made += _pair(corpus / f"l{level}_p{number}_{answer['file'][:6]}", candidate.read_text(), problem)
+    return made
+
+
 def tritonbench(checkout: Path, corpus: Path) -> int:
     """TritonBench-G: kernels of a file and the function that launches them, with a problem where one is posed; its
     test below the line is left out.
@@ -157,6 +171,7 @@ def files(checkout: Path, corpus: Path) -> int:
 
 ADAPTERS: dict[str, Callable[[Path, Path], int]] = {
     "kernelbench": kernelbench,
+    "leaderboard": leaderboard,
     "tritonbench": tritonbench,
     "liger": liger,
     "flaggems": flaggems,

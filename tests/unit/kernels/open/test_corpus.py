@@ -152,6 +152,18 @@ def test_an_operator_launches_its_compiled_kernel_as_a_newer_triton_wants_it(tmp
         assert text == "has_all = (major_version, minor_version) >= (3, 3)\n"
 
 
+def test_a_leaderboards_answers_stand_beside_their_problems(tmp_path: Path) -> None:
+    place = tmp_path / "docs" / "assets"
+    for name in ("problems", "solutions"):
+        (place / name).mkdir(parents=True)
+    (place / "problems" / "l2_p7.py").write_text("class Model: pass\n")
+    (place / "solutions" / "abcdef12.py").write_text("class ModelNew: pass\n")
+    (place / "data.json").write_text('{"Level 2: 7_Add": [{"file": "abcdef12"}, {"file": "gone"}]}')
+    assert adapters.leaderboard(tmp_path, tmp_path / "out") == 1
+    (pair,) = (tmp_path / "out").iterdir()
+    assert (pair.name, (pair / "problem.py").read_text()) == ("l2_p7_abcdef", "class Model: pass\n")
+
+
 def test_a_kernel_that_has_a_problem_is_called_as_that_wants_it(tmp_path: Path) -> None:
     kernels = tmp_path / "data" / "TritonBench_G_v1"
     kernels.mkdir(parents=True)
