@@ -86,7 +86,7 @@ def kernelbench(checkout: Path, corpus: Path) -> int:
 
 
 def leaderboard(checkout: Path, corpus: Path) -> int:
-    """What models answered to KernelBench's first problems, as its leaderboard keeps it: nearly all by `load_inline`."""
+    """What models answered to KernelBench's first problems, as its leaderboard keeps it: by `load_inline`."""
     place, made = checkout / "docs" / "assets", 0
     found = json.loads((place / "data.json").read_text())
     for name, answers in found.items():
