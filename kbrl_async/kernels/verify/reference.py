@@ -214,15 +214,19 @@ class Reference:
     def rehearsal(self, number: int) -> InputSet:
         """Inputs for recording. They are used for nothing else: whoever keeps answers to them has none to any other."""
         while len(self._rehearsals) <= number:
-            seed, first = self._rng.getrandbits(31), self.sets[0]
-
-            def make(seed: int = seed, mutated: bool = first.mutated) -> Held:
-                blocks = self._redraw(seed)
-                return self.held(self.own(blocks) if mutated else blocks)
-
-            known = make() if self.keeps_sets else AskedSet(self._recent, make)
-            self._rehearsals.append(InputSet("rehearsal", known, first.tolerances, first.mutated))
+            self._rehearsals.append(self.drawn())
         return self._rehearsals[number]
+
+    def drawn(self) -> InputSet:
+        """Inputs that nobody has seen, such as the problem draws."""
+        seed, first = self._rng.getrandbits(31), self.sets[0]
+
+        def make() -> Held:
+            blocks = self._redraw(seed)
+            return self.held(self.own(blocks) if first.mutated else blocks)
+
+        known = make() if self.keeps_sets else AskedSet(self._recent, make)
+        return InputSet("drawn", known, first.tolerances, first.mutated)
 
     def refresh(self) -> None:
         """Draw new secrets and compute what is expected of them."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 
@@ -39,6 +41,10 @@ _UNSEEN = re.compile(
 """Names of what does arithmetic past torch's dispatcher, asks whether it is watched, or finds either by its name."""
 _KEPT = 3
 """Calls whose answers a candidate may still hold."""
+_AGAIN, _DRAWS = 11, 32
+"""Times that what would accuse is looked for once more over new inputs, and draws that this may take: one of which the
+answer is the same everywhere, or an input, says nothing."""
+Find = Callable[[InputSet], proof.Finding | None]
 
 
 def to_ask(order: Sequence[InputSet]) -> list[InputSet]:
@@ -48,6 +54,25 @@ def to_ask(order: Sequence[InputSet]) -> list[InputSet]:
     usable = [one for one in order if not one.degenerate]
     drawn = [one for one in usable if one.name in AS_DRAWN]
     return (drawn or usable[: max(1, len(order) // 2)])[:2]
+
+
+def to_ask_again(asked: InputSet, order: Sequence[InputSet], draw: Callable[[], InputSet]) -> Iterator[InputSet]:
+    """New draws; where such inputs tell nothing, all others of these sets that do, as well."""
+    if asked.name not in AS_DRAWN:
+        yield from (one for one in order if one is not asked and not one.degenerate)
+    drawn = (draw() for _ in range(_DRAWS))
+    yield from itertools.islice((one for one in drawn if not one.degenerate), _AGAIN)
+
+
+def found_over_all(find: Find, input_set: InputSet, others: Iterable[InputSet]) -> proof.Finding | None:
+    """What there is against a candidate over these inputs, if it is accused over all others, too: by chance a step may
+    change nothing. Others are asked about only then.
+    """
+    found = find(input_set)
+    for other in others if _accuses(found) else ():
+        if not _accuses(again := find(other)):
+            return again
+    return found
 
 
 def past_the_dispatcher(files: Sequence[Path]) -> proof.Finding | None:
@@ -84,13 +109,23 @@ class OwnKernels:
             self._checker.refuse(self._not_needed_backward(sets[0]))
             return
         self._pass_by(sets)
-        trace, is_right = self._without_kernels(wire.OP_MUTED, sets[0])
-        self._checker.refuse(proof.of_muted(trace, is_right))
+        self._checker.refuse(self._found_watched(wire.OP_MUTED, sets[0]))
         is_extension, files = self._checker.is_extension, self._checker.artifacts
         if is_extension and self._checker.fault is None:
             self._checker.refuse(past_the_dispatcher(files) or self._of_shadows(self._checker.session, sets))
         if self._checker.fault is None and self._checker.session.disarm(files, whole=is_extension):
-            self._checker.refuse(proof.of_muted(trace, self._without_kernels(wire.OP_RUN, sets[-1])[1]))
+            self._checker.refuse(self._found_watched(wire.OP_RUN, sets[-1]))
+
+    def _found_watched(self, op: int, input_set: InputSet) -> proof.Finding | None:
+        try:
+            return self._found_over(input_set, functools.partial(self._without_kernels, op))
+        except CandidateFault as fault:
+            return self._shown_by(fault)
+
+    def _found_over(self, input_set: InputSet, find: Find) -> proof.Finding | None:
+        input_set.known.load()
+        others = to_ask_again(input_set, self._checker.order, self._checker.reference.drawn)
+        return found_over_all(find, input_set, others)
 
     def _pass_by(self, sets: list[InputSet]) -> None:
         """Calls over others, where it has just seen one of these: what it keeps in a scratch buffer answers those."""
@@ -125,11 +160,10 @@ class OwnKernels:
         """Of a replay: without its own kernels, is it right, or does an operator's result hold the answer? Asked of a
         process in which they never were."""
         assert isinstance(self._checker.session, CpuReplaySession)
-        input_set.known.load()  # where the reference fails, nothing is shown of the candidate
         with contextlib.closing(self._checker.session.muted()) as session:
             self._checker.reference.attach(session)
             try:
-                return self._found_without(session, input_set)
+                return self._found_over(input_set, functools.partial(self._found_without, session))
             except CandidateFault as fault:
                 return self._shown_by(fault)
 
@@ -139,23 +173,28 @@ class OwnKernels:
             return None
         assert isinstance(self._checker.session, CpuReplaySession)
         upstream = tensors_of(self._checker.reference.tree, len(self._checker.reference.tree[1]) - 1)
-        input_set.known.load()
         try:
             session = self._checker.session.without_backward(upstream)
             if session is None:
                 return proof.of_backward(False)
             with contextlib.closing(session):
                 self._checker.reference.attach(session)
-                place(session, 0, input_set)
-                outcome = session.call(wire.OP_RUN, 0, 2 * self._checker.one_call_s)
-                return proof.of_backward(True) if self._checker.is_right(session, outcome, input_set) else None
+                return self._found_over(input_set, functools.partial(self._right_without, session))
         except CandidateFault as fault:  # maybe by code of its own, which runs there, too
             return self._shown_by(fault)
 
+    def _right_without(self, session: Session, input_set: InputSet) -> proof.Finding | None:
+        place(session, 0, input_set)
+        outcome = session.call(wire.OP_RUN, 0, 2 * self._checker.one_call_s)
+        return proof.of_backward(True) if self._checker.is_right(session, outcome, input_set) else None
+
     def _shown_by(self, fault: CandidateFault) -> proof.Finding | None:
         """By a call without its kernels that fails or hangs: it needs them, which is all that is asked here, unless
-        there was no memory for the call. What no honest process sends, whatever is missing in it, is a fault.
+        there was no memory for the call. What no honest process sends, whatever is missing in it, is a fault. Where the
+        reference fails, nothing is shown of the candidate.
         """
+        if fault.by is self._checker.reference.session:
+            raise fault
         if fault.rule == FORGED:
             self._checker.fault = self._checker.fault or fault
         return proof.unseen(f"{_SHORT}: {fault.text}") if fault.kind is Fault.OUT_OF_MEMORY else None
@@ -201,18 +240,18 @@ class OwnKernels:
         except ValueError as error:
             raise CandidateFault(Fault.CHEATING, f"{error}", FORGED) from error
 
-    def _without_kernels(self, op: int, input_set: InputSet) -> tuple[wire.Trace | None, bool]:
-        """What its process tells, and whether the outputs are right all the same."""
-        assert self._checker.session is not None
-        input_set.known.load()
-        try:
-            self._checker.session.call(wire.OP_POISON_ON, 0, self._checker.one_call_s)
-            place(self._checker.session, 0, input_set)
-            outcome = self._checker.session.call(op, 0, 2 * self._checker.one_call_s)
-            if outcome.trace is not None and outcome.trace.answered:  # whatever it gives without them
-                return outcome.trace, False
-            found = self._checker.compare(self._checker.outputs(outcome), input_set.expected, input_set.tolerances)
-        except CandidateFault as fault:
-            self._checker.refuse(self._shown_by(fault))
-            return None, False
-        return outcome.trace, found.wrong == 0
+    def _without_kernels(self, op: int, input_set: InputSet) -> proof.Finding | None:
+        """What its process tells; and are the outputs right all the same?"""
+        session = self._checker.session
+        assert session is not None
+        session.call(wire.OP_POISON_ON, 0, self._checker.one_call_s)
+        place(session, 0, input_set)
+        outcome = session.call(op, 0, 2 * self._checker.one_call_s)
+        if outcome.trace is not None and outcome.trace.answered:  # whatever it gives without them
+            return proof.passed_on(outcome.trace.answered)
+        found = self._checker.compare(self._checker.outputs(outcome), input_set.expected, input_set.tolerances)
+        return proof.of_muted(outcome.trace, found.wrong == 0)
+
+
+def _accuses(found: proof.Finding | None) -> TypeGuard[proof.Finding]:
+    return found is not None and found.fault is Fault.CHEATING

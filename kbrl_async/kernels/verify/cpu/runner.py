@@ -64,6 +64,8 @@ class Runner:
     """`cuda_runner` has the one for a GPU."""
 
     device = "cpu"
+    sizes: frozenset[int] = frozenset()
+    """Of its answers' tensors, by elements: without its own kernels a call may give none."""
     is_over = False
     """It was told to serve no more; its process may go on."""
 
@@ -182,7 +184,8 @@ class Runner:
             return trace.recorded(lambda: self.model(*given))
         inputs = _tensors(given)
         saved = [tensor.clone() for tensor in inputs]
-        watch = trace.OperatorWatch({tensor.numel() for tensor in _tensors(self.held[1])}, saved)
+        self.sizes = self.sizes.union(tensor.numel() for tensor in _tensors(self.held[1]))
+        watch = trace.OperatorWatch(self.sizes, saved)
         failed: Exception | None = None
         try:
             result, found = trace.recorded(lambda: self.model(*given), watch, muted=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -63,7 +63,7 @@ def bind() -> None:
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own hook is not typed
     """Counts operators, and keeps some results of the given numbers of elements: one may be the answer already."""
 
-    def __init__(self, sizes: set[int], inputs: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, sizes: Collection[int], inputs: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is not typed
         self._inputs = inputs
         self._places = {tensor.data_ptr() for tensor in inputs}
