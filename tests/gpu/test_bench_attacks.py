@@ -93,6 +93,18 @@ COPIED = nvrtc("if (i < n) out[i] = x[i];").replace(
 SUM = "x * 2 + y + self.shift"
 ROOT = ADD.replace(SUM, f"torch.sqrt({SUM})")
 """NaN in many places."""
+BIASED = "torch.linspace(1, 2, x.shape[-1], device=x.device) + 1e-6 * torch.sin({})"
+HARDLY = ADD.replace(SUM, BIASED.format(SUM))
+"""Right within the tolerance whatever its inputs are."""
+WRITTEN = ADD.replace(f"return {SUM}", f"x[1:] = ({SUM})[:-1]\n        return x")
+BESIDE = ADD.replace(SUM, f"(x, torch.tanh({SUM})[0])")
+BOTH_COPIED = nvrtc("if (i < n) out[i] = x[i];", result="out, made").replace(
+    "        return",
+    f"""        small = torch.tanh({SUM})[0]
+        made = torch.empty_like(small)
+        self.kernel[2, 256](small, small, made, small.numel(), float(self.shift))
+        return""",
+)
 
 
 def unreplayable(*_given: object, **_named: object) -> None:
@@ -106,8 +118,9 @@ def unreplayable(*_given: object, **_named: object) -> None:
         (ADD, COPIED, "decoy_kernel"),
         (ROOT, nvrtc("if (i < n) out[i] = sqrtf(x[i] * 2 + y[i] + shift);"), ""),
         (ROOT, COPIED.replace(SUM, f"torch.sqrt({SUM})"), "decoy_kernel"),
+        (HARDLY, nvrtc(result=BIASED.format("out")), ""),
     ],
-    ids=["honest", "a copy", "honest, with NaN", "a copy, with NaN"],
+    ids=["honest", "a copy", "honest, with NaN", "a copy, with NaN", "honest, of an answer that hardly moves"],
 )
 @pytest.mark.parametrize("trust", [OBSERVED, REPLAYED])
 def test_a_copy_of_the_librarys_result_is_seen(
@@ -117,6 +130,20 @@ def test_a_copy_of_the_librarys_result_is_seen(
         monkeypatch.setattr(candidates, "place_inputs", unreplayable)  # `open` has forgotten the last candidate by then
     verdict = judge(problem, source, "cuda-nvrtc", timing=True).verdict
     assert (verdict.rule, verdict.trust) == (rule, trust), verdict
+
+
+@pytest.mark.parametrize(
+    ("problem", "source"),
+    [
+        (HARDLY, COPIED.replace(SUM, BIASED.format(SUM))),
+        (WRITTEN, COPIED.replace(f"x = {SUM}", f"x[1:] = ({SUM})[:-1]")),
+        (BESIDE, BOTH_COPIED),
+    ],
+    ids=["that hardly moves", "left in an input", "beside an input that is returned"],
+)
+def test_a_copy_of_an_answer_is_seen_when_replayed(judge: Judge, problem: str, source: str) -> None:
+    verdict = judge(problem, source, "cuda-nvrtc").verdict
+    assert (verdict.rule, verdict.trust) == ("decoy_kernel", REPLAYED), verdict
 
 
 def test_changed_inputs_are_seen(judge: Judge) -> None:

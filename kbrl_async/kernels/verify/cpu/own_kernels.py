@@ -21,16 +21,18 @@ from typing import TypeGuard
 import torch
 
 from kbrl_async.kernels.backends.launch.elf import needed_names
-from kbrl_async.kernels.verify import proof, wire
+from kbrl_async.kernels.verify import compare, proof, wire
 from kbrl_async.kernels.verify.checks import DEGENERATE_NOTE, Checker
 from kbrl_async.kernels.verify.cpu.replay import CpuReplaySession
 from kbrl_async.kernels.verify.input_set import InputSet, place, tensors_of
 from kbrl_async.kernels.verify.inputs import AS_DRAWN
 from kbrl_async.kernels.verify.layouts import Holding, are_answer, is_answer, is_moved, runs_of
 from kbrl_async.kernels.verify.operators import copies
+from kbrl_async.kernels.verify.rivals import Rivals
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Judged, Session
 from protocols.records import Fault
 
+_BLIND = "an answer to other inputs is right here, too, and an operator's result may be one"
 _SHORT = "a call without them found no memory"
 _SHADOWS_S, _SHADOW_CALLS = 5.0, 20
 """What a call may take in which each operator is done twice, and memory compared between them."""
@@ -89,6 +91,7 @@ class OwnKernels:
 
     def __init__(self, checker: Checker) -> None:
         self._checker = checker
+        self._rivals = Rivals()
 
     def prove(self) -> None:
         """The last calls of a right candidate: without its own kernels its outputs must be wrong.
@@ -123,9 +126,13 @@ class OwnKernels:
             return self._shown_by(fault)
 
     def _found_over(self, input_set: InputSet, find: Find) -> proof.Finding | None:
-        input_set.known.load()
+        def found(one: InputSet) -> proof.Finding | None:
+            one.known.load()
+            self._rivals.draw(one.expected, one.tolerances)
+            return find(one)
+
         others = to_ask_again(input_set, self._checker.order, self._checker.reference.drawn)
-        return found_over_all(find, input_set, others)
+        return found_over_all(found, input_set, others)
 
     def _pass_by(self, sets: list[InputSet]) -> None:
         """Calls over others, where it has just seen one of these: what it keeps in a scratch buffer answers those."""
@@ -186,7 +193,13 @@ class OwnKernels:
     def _right_without(self, session: Session, input_set: InputSet) -> proof.Finding | None:
         place(session, 0, input_set)
         outcome = session.call(wire.OP_RUN, 0, 2 * self._checker.one_call_s)
-        return proof.of_backward(True) if self._checker.is_right(session, outcome, input_set) else None
+        return proof.of_backward(True) if self._is_right(session, outcome, input_set) else None
+
+    def _is_right(self, session: Judged, outcome: ForwardOutcome, input_set: InputSet) -> bool:
+        """See `Rivals`."""
+        if not self._checker.is_right(session, outcome, input_set):
+            return False
+        return not self._rivals or self._rivals.are_beaten(self._checker.outputs(outcome, session), input_set.expected)
 
     def _shown_by(self, fault: CandidateFault) -> proof.Finding | None:
         """By a call without its kernels that fails or hangs: it needs them, which is all that is asked here, unless
@@ -204,7 +217,7 @@ class OwnKernels:
         place(session, 0, input_set)
         outcome = session.call(wire.OP_MUTED, 0, 2 * self._checker.one_call_s)
         outputs, kept = self._parts(outcome)
-        if self._checker.is_right(session, outputs, input_set):
+        if self._is_right(session, outputs, input_set):
             return proof.of_muted(outcome.trace, True)
         results: dict[str, list[wire.TensorMeta]] = {}
         for name, meta in kept.items():
@@ -214,15 +227,19 @@ class OwnKernels:
             if copies(operator):
                 if holding.moves(functools.partial(self._is_moved, session, metas, input_set)):
                     return proof.passed_on(operator)
-            elif holding.adds(functools.partial(self._holds, session, metas)):
+            elif holding.adds(functools.partial(self._holds, session, metas, input_set)):
                 return proof.passed_on(operator)
-        return None
+        places = zip(session.slots[0], input_set.blocks, strict=True) if input_set.mutated else ()
+        changed = [place for place, given in places if not compare.same_values(place, given)]
+        is_left = any(holding.adds(functools.partial(is_answer, one)) for one in changed)
+        return proof.passed_on(proof.IN_PLACE) if is_left else None
 
-    def _holds(self, session: Session, metas: list[wire.TensorMeta], wanted: torch.Tensor) -> bool:
+    def _holds(self, session: Session, metas: list[wire.TensorMeta], input_set: InputSet, wanted: torch.Tensor) -> bool:
         """Whether one of an operator's results is the answer, or several that follow each other are its parts."""
         sizes = [math.prod(meta.shape) for meta in metas]
-        alone = (meta for meta, size in zip(metas, sizes, strict=True) if size == wanted.numel())
-        if any(is_answer(session.read(meta), wanted) for meta in alone):
+        alone = (session.read(meta) for meta, size in zip(metas, sizes, strict=True) if size == wanted.numel())
+        number = next(number for number, one in enumerate(input_set.expected) if one is wanted)
+        if any(is_answer(item, wanted) and self._rivals.is_beaten(number, item, wanted) for item in alone):
             return True
         parts = (metas[run] for run in runs_of(sizes, wanted.numel()))
         return any(are_answer([session.read(meta) for meta in run], wanted) for run in parts)
@@ -248,9 +265,10 @@ class OwnKernels:
         place(session, 0, input_set)
         outcome = session.call(op, 0, 2 * self._checker.one_call_s)
         if outcome.trace is not None and outcome.trace.answered:  # whatever it gives without them
-            return proof.passed_on(outcome.trace.answered)
-        found = self._checker.compare(self._checker.outputs(outcome), input_set.expected, input_set.tolerances)
-        return proof.of_muted(outcome.trace, found.wrong == 0)
+            return proof.unseen(_BLIND) if self._rivals else proof.passed_on(outcome.trace.answered)
+        got = self._checker.outputs(outcome)
+        is_right = not self._checker.compare(got, input_set.expected, input_set.tolerances).wrong
+        return proof.of_muted(outcome.trace, is_right and self._rivals.are_beaten(got, input_set.expected))
 
 
 def _accuses(found: proof.Finding | None) -> TypeGuard[proof.Finding]:

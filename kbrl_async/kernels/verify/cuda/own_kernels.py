@@ -17,8 +17,9 @@ from kbrl_async.kernels.verify.cuda.sides import Sides
 from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.input_set import is_degenerate, tensors_of
 from kbrl_async.kernels.verify.layouts import Holding, is_answer, is_moved
-from kbrl_async.kernels.verify.pieces import countable, slices
+from kbrl_async.kernels.verify.pieces import countable
 from kbrl_async.kernels.verify.proof import IN_PLACE
+from kbrl_async.kernels.verify.rivals import Rivals, first_of
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault
 from protocols.records import Candidate, Fault
 
@@ -31,8 +32,6 @@ back torch hands out again. After fewer a kernel that is skipped would seem to b
 _AGAIN, _DRAWS = 3, 8
 """Times that what would accuse is looked for once more over new inputs, and draws that this may take: of few or small
 whole numbers a chance makes the answer, and a draw whose answer is the same everywhere says nothing."""
-_FIRST = 1 << 20
-"""Elements of a tensor that are kept of an earlier draw."""
 _PROVEN = 4
 """Slots over which own kernels are left out: where half of what is timed is the library's, 15 times of 16 it shows."""
 
@@ -48,10 +47,7 @@ class CapturedKernels:
         """Whether the last draw's answer is one that zeros, a constant, an input or the answer before it is not."""
         self._given: list[torch.Tensor] = []
         """What forward changes of that draw's inputs, as they were before: the first elements of each."""
-        self._before: list[torch.Tensor] = []
-        """First elements of that draw's answer."""
-        self._rivals: list[torch.Tensor] = []
-        """The same of the draw before it, where that answer would be right, too."""
+        self._rivals = Rivals()
 
     def finding(self, captured: wire.Captured, candidate: Candidate) -> proof.Finding | None:
         return self._of_all(captured, candidate) or self.of_backward()
@@ -140,11 +136,9 @@ class CapturedKernels:
         """New inputs in this slot of both: what the reference answers."""
         self._sides.fill([slot])
         if self._sides.nominal.mutated:
-            self._given = [_part(given).clone() for given in self._sides.reference.slots[slot]]
+            self._given = [first_of(given).clone() for given in self._sides.reference.slots[slot]]
         expected = [output.unsqueeze(0) for output in self._expected_of(slot)]
-        both = list(zip(self._before, expected, self._sides.nominal.tolerances, strict=False))
-        is_rival = bool(both) and not any(compare.difference(one, _part(new), how).wrong for one, new, how in both)
-        self._rivals, self._before = self._before if is_rival else [], [_part(one).clone() for one in expected]
+        self._rivals.draw(expected, self._sides.nominal.tolerances)
         return expected
 
     def _launches(self) -> proof.Finding | None:
@@ -209,12 +203,16 @@ class CapturedKernels:
         if not self._checker.reference.keeps_sets:
             candidate.call(wire.OP_FREE, 0, sides.limit_s)  # of its graphs and earlier answers
         sides.fill([0])
-        others = [_part(reference.look(meta)).clone() for meta in reference.call(wire.OP_RUN, 0, sides.limit_s).tensors]
+        others = [
+            first_of(reference.look(meta)).clone() for meta in reference.call(wire.OP_RUN, 0, sides.limit_s).tensors
+        ]
         sides.fill([0])
         inputs = [self._aside(place) for place in candidate.slots[0]]
         expected = [reference.look(meta) for meta in reference.call(wire.OP_RUN, 0, sides.limit_s).tensors]
         both = zip(others, expected, sides.nominal.tolerances, strict=True)
-        self._is_blind = not any(compare.difference(other, _part(one), allowed).wrong for other, one, allowed in both)
+        self._is_blind = not any(
+            compare.difference(other, first_of(one), allowed).wrong for other, one, allowed in both
+        )
         got = self._checker.outputs(candidate.call(wire.OP_RUN, 0, sides.limit_s))
         if sides.differ(got, expected).wrong:
             raise CandidateFault(Fault.INCORRECT, _WRONG_LATER, "wrong_when_timed")
@@ -260,10 +258,9 @@ class CapturedKernels:
         """After a run over this slot without own kernels: is it right, and which operator's result is the answer?
         Neither where anything would be.
         """
-        nominal, rivals = self._sides.nominal, list(zip(self._rivals, expected, strict=False))
+        nominal = self._sides.nominal
         inputs = [] if nominal.mutated else self._sides.reference.slots[slot]  # an answer may lie in what is changed
-        is_same = bool(rivals) and all(compare.same_values(other, _part(one)) for other, one in rivals)
-        self._tells = not is_same and not is_degenerate(inputs, expected, nominal.tolerances)
+        self._tells = not self._rivals.is_same and not is_degenerate(inputs, expected, nominal.tolerances)
         return self._seen_without(expected, slot) if self._tells else (False, "")
 
     def _seen_without(self, expected: list[torch.Tensor], slot: int) -> tuple[bool, str]:
@@ -284,21 +281,18 @@ class CapturedKernels:
         return False, found or (IN_PLACE if any(map(is_most, left)) else "")
 
     def _is_right(self, outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-        """Where an answer to other inputs would be, too, only what is much nearer to this one."""
-        if self._sides.differ(outputs, expected).wrong:
-            return False
-        return all(_is_nearer(*three) for three in zip(outputs, expected, self._rivals, strict=False))
+        return not self._sides.differ(outputs, expected).wrong and self._rivals.are_beaten(outputs, expected)
 
     def _is_output(self, one: torch.Tensor, expected: list[torch.Tensor], wanted: torch.Tensor) -> bool:
         """Whether a tensor is this one of what is expected."""
         number = next(number for number, output in enumerate(expected) if output is wanted)
         is_alike = _is_one(one, wanted, self._sides.nominal.tolerances[number])
-        return is_alike and (not self._rivals or _is_nearer(one, wanted, self._rivals[number]))
+        return is_alike and self._rivals.is_beaten(number, one, wanted)
 
     def _changed(self, slot: int) -> list[torch.Tensor]:
         """Inputs over which forward has written without own kernels."""
         both = zip(self._sides.candidate.slots[slot], self._given, strict=True)
-        return [place for place, given in both if not compare.same_values(_part(place), given)]
+        return [place for place, given in both if not compare.same_values(first_of(place), given)]
 
 
 def _is_one(got: torch.Tensor, wanted: torch.Tensor, tolerance: compare.Tolerance) -> bool:
@@ -315,18 +309,6 @@ def _is_one(got: torch.Tensor, wanted: torch.Tensor, tolerance: compare.Toleranc
         is_near = compare.difference(ends[0], ends[1], tolerance).wrong == 0
         return is_near and compare.difference(a.sort()[0], b.sort()[0], tolerance).wrong == 0
     return False
-
-
-def _part(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a large one the first elements."""
-    return next(slices(tensor, _FIRST))
-
-
-def _is_nearer(got: torch.Tensor, wanted: torch.Tensor, other: torch.Tensor) -> bool:
-    """In their first elements; of as many, in whatever shape."""
-    parts = [_part(one).flatten() for one in (got, wanted, other)]
-    few = min(map(len, parts))
-    return compare.is_much_nearer(*(part[:few] for part in parts))
 
 
 def without_chance(trace: wire.Trace | None) -> wire.Trace | None:

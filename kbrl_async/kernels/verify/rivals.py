@@ -1,0 +1,59 @@
+"""Where an answer to other inputs is right within the tolerance, too, being right says little.
+
+A vision transformer's answer hardly depends on its input, nor does a loss of random rows: what an honest candidate
+makes of poison, without its own kernels, is as right as any. What the library computed of these very inputs is much
+nearer to what is expected than an answer to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kbrl_async.kernels.verify import compare
+from kbrl_async.kernels.verify.pieces import slices
+from kbrl_async.kernels.verify.tolerance import Tolerance
+
+_FIRST = 1 << 20
+"""Elements of a tensor that are kept and compared."""
+
+
+class Rivals:
+    """Of one candidate: the answer of the draw before, as far as it is right of the last one."""
+
+    def __init__(self) -> None:
+        self._before: list[torch.Tensor] = []
+        self._found: list[torch.Tensor] = []
+        self.is_same = False
+        """Both draws have one answer: nothing is told by it."""
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def draw(self, expected: Sequence[torch.Tensor], tolerances: Sequence[Tolerance]) -> None:
+        """What is expected of the next one."""
+        new = [first_of(one).clone() for one in expected]
+        both = list(zip(self._before, new, strict=False))
+        self.is_same = bool(both) and all(compare.same_values(*two) for two in both)
+        three = zip(self._before, new, tolerances, strict=False)
+        is_right = bool(both) and not any(compare.difference(*one).wrong for one in three)
+        self._found, self._before = self._before if is_right and not self.is_same else [], new
+
+    def are_beaten(self, outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+        """Whether each of these, right by its tolerance, is much nearer to what is expected; by those that differ."""
+        numbers = range(len(self._found))
+        return all(self.is_beaten(number, outputs[number], expected[number]) for number in numbers)
+
+    def is_beaten(self, number: int, one: torch.Tensor, wanted: torch.Tensor) -> bool:
+        """The same of an output by its number, in its first elements; `one` may have another shape."""
+        if not self._found or compare.same_values(self._found[number], first_of(wanted)):
+            return True
+        parts = [first_of(tensor).flatten() for tensor in (one, wanted, self._found[number])]
+        few = min(map(len, parts))
+        return compare.is_much_nearer(*(part[:few] for part in parts))
+
+
+def first_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a large one the first elements."""
+    return next(slices(tensor, _FIRST))
