@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 
@@ -22,6 +22,7 @@ _FEW = 8
 """Elements that may be alike by chance."""
 _PART = 1 << 22
 """Elements."""
+_NEARLY_ALL = 0.9
 _equal, _aminmax, _isfinite = torch.equal, torch.aminmax, torch.isfinite
 TensorCheck = Callable[[torch.Tensor], bool]
 
@@ -44,7 +45,7 @@ def is_answer(item: torch.Tensor, wanted: torch.Tensor, in_any_order: bool = Tru
 
     A single number of floating point counts, as a loss is one; a single integer may be the same by chance, and so may
     equal values, as all places of a largest element. A cast is no work: what rounds to a narrower answer holds it, and
-    integers of another width do.
+    integers of another width do, or floats and truths that are equal to them.
     """
     if item.numel() != wanted.numel() or item.numel() == 0 or wanted.is_complex() != item.is_complex():
         return False
@@ -53,9 +54,7 @@ def is_answer(item: torch.Tensor, wanted: torch.Tensor, in_any_order: bool = Tru
     if item.numel() == 1 and not (item.is_floating_point() and wanted.is_floating_point()):
         return False
     if not wanted.is_floating_point():
-        is_alike = not item.is_floating_point() and (item.dtype == torch.bool) == (wanted.dtype == torch.bool)
-        is_chance = not is_alike or not _tells(wanted)
-        return not is_chance and _is_same(item, wanted, lambda a, b: _equal(a.to(b.dtype), b), in_any_order)
+        return _tells(wanted) and _is_same(item, wanted, _are_equal, in_any_order)
     low, high = _ends(wanted)
     if low == high and not _tells(wanted):
         return False
@@ -86,6 +85,12 @@ def _ends(tensor: torch.Tensor, rounded_to: torch.dtype | None = None) -> tuple[
 def _is_alike(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Where neither is a number that could be near another: both NaN, or the same infinity."""
     return (a == b) | ((a != a) & (b != b))
+
+
+def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Of whole numbers `b`: what is cast to truths was more than that."""
+    is_cast = a.is_floating_point() or torch.bool in (a.dtype, b.dtype)
+    return _equal(a.double(), b.double()) if is_cast else _equal(a.to(b.dtype), b)
 
 
 def _is_same(
@@ -176,46 +181,59 @@ def are_answer(parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> bool:
     return any(is_answer(one, wanted) for one in _joined(parts))
 
 
-def share_within(parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> float:
+def have_nearly_all(parts: Iterable[torch.Tensor], wanted: torch.Tensor) -> bool:
+    """Whether it lies among these, in parts or within a larger one."""
+    return share_within(parts, wanted) >= _NEARLY_ALL
+
+
+def share_within(parts: Iterable[torch.Tensor], wanted: torch.Tensor) -> float:
     """The largest share of `wanted` that parts along one of its dimensions make up, in whatever order; 1 where one of
-    the parts has all of it within.
+    the parts has all of it within. A part that is the same everywhere is none.
     """
-    shares = [0.0]
-    for along in range(wanted.dim()):
-        covered = torch.zeros(wanted.shape[along], dtype=torch.bool)
-        for part in parts:
-            if part.dim() == wanted.dim() + 1:
-                within = any(_places(wanted.unsqueeze(new), part, new) for new in range(part.dim()))
-                shares += [1.0] if within else []
-            elif _rest(part, along) == _rest(wanted, along):
-                if 1 < wanted.shape[along] < part.shape[along] and _places(wanted, part, along):
-                    return 1.0
-                for begin in _places(part, wanted, along):
-                    covered[begin : begin + part.shape[along]] = True
-        shares.append(float(covered.float().mean()) if len(covered) > 1 else 0.0)
-    return max(shares)
+    covered = [torch.zeros(size, dtype=torch.bool) for size in wanted.shape]
+    for part in parts:
+        if _is_within(wanted, part):
+            return 1.0
+        for along, places in enumerate(covered):
+            for begin in _places(part, wanted, along) if _tells(part) else ():
+                places[begin : begin + part.shape[along]] = True
+    return max((float(places.float().mean()) for places in covered if len(places) > 1), default=0.0)
 
 
-def _rest(tensor: torch.Tensor, along: int) -> tuple[object, ...]:
-    is_kind = tensor.is_floating_point(), tensor.dtype == torch.bool, tensor.is_complex()
-    return (*is_kind, tensor.dim(), *tensor.shape[:along], *tensor.shape[along + 1 :])
+def _is_within(wanted: torch.Tensor, part: torch.Tensor) -> bool:
+    """Whether `part` is larger along one dimension, or has one more, and `wanted` lies there."""
+    if part.dim() == wanted.dim() + 1:
+        return any(_places(wanted.unsqueeze(new), part, new) for new in range(part.dim()))
+    longer = (along for along, size in enumerate(wanted.shape) if 1 < size < part.shape[along])
+    return part.dim() == wanted.dim() and any(_places(wanted, part, along) for along in longer)
 
 
 def _places(part: torch.Tensor, whole: torch.Tensor, along: int) -> list[int]:
-    """Where `part` lies in `whole` along this dimension."""
-    count = whole.shape[along] - part.shape[along] + 1
-    if _rest(part, along) != _rest(whole, along) or count < 1 or part.numel() < _FEW or whole.is_complex():
+    """Where `part` lies in `whole` along this dimension; not asked of one that is as large."""
+    if part.shape == whole.shape or _rest(part, along) != _rest(whole, along) or part.numel() < _FEW:
         return []
-    near = _SAME * max(map(abs, _ends(whole))) if whole.is_floating_point() else 0.0
-    whole, part = whole.double(), part.double()
+    count, size = whole.shape[along] - part.shape[along] + 1, part.shape[along]
+    if count < 1 or whole.is_complex():
+        return []
+    near = _SAME * max(map(abs, _ends(whole))) if whole.is_floating_point() and part.is_floating_point() else 0.0
 
     def are_near(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a, b = a.double(), b.double()
         return ((a - b).abs() <= near) | _is_alike(a, b)
 
-    begins = are_near(whole.narrow(along, 0, count), part.narrow(along, 0, 1))
+    begins = are_near(_some(whole.narrow(along, 0, count), along), _some(part.narrow(along, 0, 1), along))
     places = torch.nonzero(begins.movedim(along, 0).reshape(count, -1).all(1)).flatten().tolist()
-    size = part.shape[along]
     return [place for place in places[:_MOST_BEGINS] if bool(are_near(whole.narrow(along, place, size), part).all())]
+
+
+def _rest(tensor: torch.Tensor, along: int) -> tuple[object, ...]:
+    return tensor.is_complex(), tensor.dim(), *tensor.shape[:along], *tensor.shape[along + 1 :]
+
+
+def _some(tensor: torch.Tensor, along: int) -> torch.Tensor:
+    """Of its other dimensions a few places, which tell most parts from others."""
+    steps = (1 if one == along else max(1, size // _FEW) for one, size in enumerate(tensor.shape))
+    return tensor[tuple(slice(None, None, step) for step in steps)]
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -227,13 +245,14 @@ def _joined(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _orders(item: torch.Tensor) -> Iterator[torch.Tensor]:
-    """It with its dimensions in each order."""
+    """It with its dimensions in each order; where that takes little memory, with one of them or all reversed, too."""
     squeezed = item.squeeze()
-    if not 1 < squeezed.dim() <= _MOST_DIMENSIONS:
-        yield item.flatten()
-        return
-    for order in itertools.permutations(range(squeezed.dim())):
+    squeezed = squeezed if 1 < squeezed.dim() <= _MOST_DIMENSIONS else item.flatten()
+    along = tuple(range(squeezed.dim()))
+    turned = {*((one,) for one in along), along} if item.numel() <= _PART else ()
+    for order in itertools.permutations(along):
         yield squeezed.permute(order)
+        yield from (squeezed.permute(order).flip(each) for each in turned)
 
 
 def are_parts(results: list[torch.Tensor], size: int, is_answer: TensorCheck) -> bool:

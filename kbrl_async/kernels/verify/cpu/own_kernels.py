@@ -26,7 +26,7 @@ from kbrl_async.kernels.verify.checks import DEGENERATE_NOTE, Checker
 from kbrl_async.kernels.verify.cpu.replay import CpuReplaySession
 from kbrl_async.kernels.verify.input_set import InputSet, place, tensors_of
 from kbrl_async.kernels.verify.inputs import AS_DRAWN
-from kbrl_async.kernels.verify.layouts import Holding, are_answer, is_answer, is_moved, runs_of
+from kbrl_async.kernels.verify.layouts import Holding, are_answer, have_nearly_all, is_answer, is_moved, runs_of
 from kbrl_async.kernels.verify.operators import copies
 from kbrl_async.kernels.verify.rivals import Rivals
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Judged, Session
@@ -222,23 +222,59 @@ class OwnKernels:
         results: dict[str, list[wire.TensorMeta]] = {}
         for name, meta in kept.items():
             results.setdefault(name.partition(" ")[2], []).append(meta)
-        holding = Holding(input_set.expected, [] if input_set.mutated else input_set.blocks)
+        places = zip(session.slots[0], input_set.blocks, strict=True) if input_set.mutated else ()
+        changed = [place.clone() for place, given in places if not compare.same_values(place, given)]
+        for answer in (input_set.expected, self._own_answer(input_set)):
+            if operator := self._passed_on(session, results, input_set, answer):
+                return proof.passed_on(operator)
+            holding = Holding(answer)
+            if any(holding.adds(functools.partial(is_answer, one)) for one in changed):
+                return proof.passed_on(proof.IN_PLACE)
+        return None
+
+    def _passed_on(
+        self,
+        session: Session,
+        results: dict[str, list[wire.TensorMeta]],
+        input_set: InputSet,
+        answer: list[torch.Tensor],
+    ) -> str:
+        """The operator with whose results, by operator, the library has this answer; empty: it has not."""
+        holding = Holding(answer, [] if input_set.mutated else input_set.blocks)
         for operator, metas in results.items():
             if copies(operator):
                 if holding.moves(functools.partial(self._is_moved, session, metas, input_set)):
-                    return proof.passed_on(operator)
-            elif holding.adds(functools.partial(self._holds, session, metas, input_set)):
-                return proof.passed_on(operator)
-        places = zip(session.slots[0], input_set.blocks, strict=True) if input_set.mutated else ()
-        changed = [place for place, given in places if not compare.same_values(place, given)]
-        is_left = any(holding.adds(functools.partial(is_answer, one)) for one in changed)
-        return proof.passed_on(proof.IN_PLACE) if is_left else None
+                    return operator
+            elif holding.adds(functools.partial(self._holds, session, metas, answer)):
+                return operator
+        computed = [(operator, meta) for operator, metas in results.items() for meta in metas if not copies(operator)]
+        metas = [meta for _, meta in computed]
+        is_it = holding.adds(functools.partial(self._is_put_together, session, metas))
+        return computed[-1][0] if is_it and not self._rivals else ""
 
-    def _holds(self, session: Session, metas: list[wire.TensorMeta], input_set: InputSet, wanted: torch.Tensor) -> bool:
+    def _is_put_together(self, session: Session, metas: list[wire.TensorMeta], wanted: torch.Tensor) -> bool:
+        """Whether it lies in operators' results in parts, or within a larger one."""
+        others = (session.read(meta) for meta in metas if meta.shape != tuple(wanted.shape))
+        return have_nearly_all(others, wanted)
+
+    def _own_answer(self, input_set: InputSet) -> list[torch.Tensor]:
+        """Its own is what a copy has, to the last bit, however far that is from the reference's."""
+        session = self._checker.session
+        assert session is not None
+        try:
+            place(session, 0, input_set)
+            return self._checker.outputs(session.call(wire.OP_RUN, 0, 2 * self._checker.one_call_s))
+        except CandidateFault as fault:
+            self._checker.accuse(fault)
+            return []
+
+    def _holds(
+        self, session: Session, metas: list[wire.TensorMeta], answer: list[torch.Tensor], wanted: torch.Tensor
+    ) -> bool:
         """Whether one of an operator's results is the answer, or several that follow each other are its parts."""
         sizes = [math.prod(meta.shape) for meta in metas]
         alone = (session.read(meta) for meta, size in zip(metas, sizes, strict=True) if size == wanted.numel())
-        number = next(number for number, one in enumerate(input_set.expected) if one is wanted)
+        number = next(number for number, one in enumerate(answer) if one is wanted)
         if any(is_answer(item, wanted) and self._rivals.is_beaten(number, item, wanted) for item in alone):
             return True
         parts = (metas[run] for run in runs_of(sizes, wanted.numel()))

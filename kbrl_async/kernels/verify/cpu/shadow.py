@@ -21,12 +21,12 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from kbrl_async.kernels.verify.cpu.trace import OperatorWatch
-from kbrl_async.kernels.verify.layouts import Holding, are_answer, is_answer, is_moved, runs_of, share_within
+from kbrl_async.kernels.verify.layouts import Holding, are_answer, have_nearly_all, is_answer, is_moved, runs_of
 from kbrl_async.kernels.verify.operators import computes, copies
 
 _MOST = 1 << 28
 """Bytes of storages, and a quarter of it of results, that are kept."""
-_MOST_PARTS, _NEARLY_ALL = 4096, 0.9
+_MOST_PARTS = 4096
 _POISON = 0x7F
 _FRESH = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _GIVEN = ("aten::lift_fresh", "aten::lift")
@@ -239,4 +239,4 @@ def _keep(results: list[torch.Tensor], item: torch.Tensor) -> None:
 def _are_together(parts: list[torch.Tensor], wanted: torch.Tensor) -> bool:
     """Whether an operator's results have it among them, in parts or within a larger one."""
     runs = runs_of([part.numel() for part in parts], wanted.numel())
-    return any(are_answer(parts[run], wanted) for run in runs) or share_within(parts, wanted) >= _NEARLY_ALL
+    return any(are_answer(parts[run], wanted) for run in runs) or have_nearly_all(parts, wanted)

@@ -238,10 +238,19 @@ def test_a_large_output_is_compared_by_parts_with_the_same_result(
         (torch.tensor([7, 7]), torch.tensor([7, 7]), False),
         (torch.tensor([True, False]), torch.tensor([True, False]), True),
         (torch.tensor([5, 0]), torch.tensor([True, False]), False),
+        (torch.tensor([3.0, 1.0, 4.0]), torch.tensor([3, 1, 4]), True),
+        (torch.tensor([3.0, 1.0, 4.1]), torch.tensor([3, 1, 4]), False),
+        (torch.tensor([1.0, 0.0]), torch.tensor([True, False]), True),
+        (torch.tensor([0.5, 0.0]), torch.tensor([True, False]), False),
+        (torch.tensor([True, False]), torch.tensor([1, 0]), True),
+        (torch.tensor([True, False]), torch.tensor([2, 0]), False),
+        (torch.tensor(3.0), torch.tensor(3), False),
     ],
     ids=[
         *("a loss", "another one", "a count", "equal values", "rounded", "other values"),
         *("places, turned and narrower", "other places", "equal places", "a mask", "counts beside a mask"),
+        *("counts in floats", "what was to be rounded", "a mask in floats", "weights beside a mask"),
+        *("a mask beside its places", "a mask beside counts", "a count in floats"),
     ],
 )
 def test_what_holds_the_answer(item: torch.Tensor, wanted: torch.Tensor, is_one: bool) -> None:

@@ -35,6 +35,29 @@ def test_integers_are_found_among_several_best_ones() -> None:
     assert share_within([best[:, 1:]], best[:, 0]) == 0.0
 
 
+@pytest.mark.parametrize("kind", [torch.int16, torch.float32, torch.float64])
+def test_whole_numbers_in_parts_are_found_whatever_they_lie_in(kind: torch.dtype) -> None:
+    counts = (ANSWER * 1000).long()
+    assert share_within([counts[12:].to(kind), counts[:12].to(kind)], counts) == 1.0
+    assert share_within([counts[12:].to(kind) + 1, counts[:12].to(kind)], counts) == 0.5
+    assert share_within([ANSWER[:12] * 1000], counts) == 0.0
+
+
+def test_a_part_that_is_the_same_everywhere_is_none() -> None:
+    """A guard that is false for every row, beside an answer that is false in most columns."""
+    rare = ANSWER.max() == ANSWER
+    assert share_within([torch.zeros(24, 1, dtype=torch.bool)], rare) == 0.0
+    assert share_within([rare[:12], rare[12:]], rare) == 0.5
+    assert share_within([torch.zeros(24, 1)], ANSWER.relu() * rare) == 0.0
+
+
+@pytest.mark.parametrize("turned", [(0,), (1,), (0, 1)])
+def test_a_reversed_answer_is_one(turned: tuple[int, ...]) -> None:
+    assert is_answer(ANSWER.flip(turned).t(), ANSWER)
+    assert not is_answer(ANSWER.roll(1, turned[0]), ANSWER)
+    assert is_answer((ANSWER.flip(turned) > 0.01).float(), ANSWER > 0.01)
+
+
 def test_a_small_output_by_the_library_is_not_most_of_several() -> None:
     holding = Holding([ANSWER, ANSWER.sum(-1)])
     assert not holding.adds(lambda wanted: wanted.dim() == 1)
@@ -130,7 +153,7 @@ def test_a_large_output_of_its_own_is_the_larger_part_whatever_it_holds(other: t
 @pytest.mark.parametrize("answer", [MASK, torch.complex(ANSWER, ANSWER * 2), ANSWER * torch.inf * (ANSWER - 0.01)])
 def test_masks_and_complex_answers_are_compared(answer: torch.Tensor) -> None:
     assert is_answer(answer.clone(), answer)
-    assert not is_answer(answer.flip(0), answer)
+    assert not is_answer(answer.roll(1, 0), answer)
     assert Holding([answer]).adds(lambda wanted: True)
 
 

@@ -283,7 +283,8 @@ def test_a_kernel_that_only_joins_the_librarys_halves_is_a_decoy_and_one_that_ma
 ) -> None:
     assert caught(judge(JOIN, HALVES).verdict, "decoy_kernel")
     assert is_replayed(judge(OTHER_HALF, ITS_HALF).verdict)
-    monkeypatch.setattr(own_kernels, "are_answer", lambda items, wanted: False)
+    for asked in ("are_answer", "have_nearly_all"):
+        monkeypatch.setattr(own_kernels, asked, lambda items, wanted: False)
     assert is_replayed(judge(JOIN, HALVES).verdict)
 
 
