@@ -146,6 +146,8 @@ class SetMaker:
             if made is None:
                 raise ProblemError(f"the reference of {self._problem_id} gives no finite output")
             self.sets.append(made)
+        if self._keeps:  # what others leave behind may show in the first one's answer only now
+            self.refuse_random(self.sets[0].blocks, self.sets[0].expected, self.sets[0].tolerances)
         return self.sets
 
     def _refuse_outside(self, draw: list[torch.Tensor]) -> None:

@@ -118,8 +118,9 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
     def _keep(self, name: str, items: list[torch.Tensor]) -> None:
         kept, most = (self.moved, _MOVED) if copies(name) else (self.kept, _KEPT)
         for item in items:
-            if len(kept) == most:
-                del kept[most // 2]  # the first and the last ones stay
+            alike = [place for place, (_, one) in enumerate(kept) if one.numel() == item.numel()]
+            if len(alike) == most:
+                del kept[alike[most // 2]]  # the first and the last ones stay
             kept.append((name, item.clone()))
 
     def tells(self, name: str, item: torch.Tensor, holding: Holding) -> bool:

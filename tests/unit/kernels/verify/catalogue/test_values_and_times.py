@@ -276,6 +276,19 @@ def test_a_random_reference_is_the_problems_fault(run: Run, monkeypatch: Patch) 
     assert run(candidate(), DROPOUT).verdict.fault is Fault.INCORRECT, "else the candidate would pay for it"
 
 
+LASTING = PROBLEM.replace(
+    "return torch.softmax(x * self.gain, dim=-1)",
+    "self.most = max(getattr(self, 'most', 0.0), float(x.abs().max() > 9))\n"
+    "        return torch.softmax(x * self.gain, dim=-1) + self.most",
+)
+
+
+def test_a_state_that_only_large_inputs_leave_behind_is_the_problems_fault(run: Run) -> None:
+    """A loss that keeps its last counts: honest kernels were wrong after large inputs."""
+    with pytest.raises(ProblemError, match="random or keeps state"):
+        run(candidate(), LASTING)
+
+
 TINY = PROBLEM.replace("torch.softmax(x * self.gain, dim=-1)", "x * 1e-5")
 
 
