@@ -27,6 +27,31 @@ void f(const float *x, float *y, long n) {{
   {after}
 }}
 """
+COPY_AND_TANH = '''
+import torch
+import torch.nn as nn
+from kbrl_async.launch import c_kernel
+
+SOURCE = """
+#include <math.h>
+void copied(const char *x, char *y, long n) { for (long i = 0; i < n; i++) y[i] = x[i]; }
+void curved(const float *x, float *y, long n) { for (long i = 0; i < n; i++) y[i] = tanhf(x[i]); }
+"""
+copied, curved = c_kernel(SOURCE, "copied"), c_kernel(SOURCE, "curved")
+
+def copy(x):
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    copied(x, y, x.numel() * x.element_size())
+    return y
+
+def tanh(x):
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    curved(x, y, x.numel())
+    return y
+'''
+"""What candidates begin with whose own code is a copy of anything, or a tanh of floats."""
 _AFFINE = """
 import torch
 import torch.nn as nn

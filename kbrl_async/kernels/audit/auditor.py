@@ -103,7 +103,7 @@ class Auditor:
 
     def _wait_for_start(self) -> None:
         try:
-            if self._line(time.monotonic() + _START_S) + b"\n" == READY:
+            if self._line(time.monotonic() + _START_S) == READY:
                 return
             cause = "it said what no worker says"
         except (TimeoutError, EOFError) as error:

@@ -6,7 +6,7 @@ import msgspec
 
 from kbrl_async.kernels.problems.audit_file import ProblemAudit
 
-READY = b"ready\n"
+READY = b"ready"
 """A worker's first line: what ends it later is a problem's doing, what ended it before is the host's."""
 
 

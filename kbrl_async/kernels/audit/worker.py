@@ -233,7 +233,7 @@ def main() -> None:
         if options.device != "cpu":
             device.open(gpu_share(options))
         worker = AuditWorker(zygote, options, device)
-        answers.write(READY)
+        answers.write(READY + b"\n")
         answers.flush()
         with contextlib.suppress(BrokenPipeError):
             for line in sys.stdin.buffer:

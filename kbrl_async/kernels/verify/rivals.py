@@ -31,6 +31,11 @@ class Rivals:
     def __bool__(self) -> bool:
         return bool(self._found)
 
+    @property
+    def is_blind(self) -> bool:
+        """Whether the answer before is right of the last draw, the same or not."""
+        return bool(self) or self.is_same
+
     def draw(self, expected: Sequence[torch.Tensor], tolerances: Sequence[Tolerance]) -> None:
         """What is expected of the next one."""
         new = [first_of(one).clone() for one in expected]

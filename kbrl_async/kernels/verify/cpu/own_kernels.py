@@ -224,7 +224,7 @@ class OwnKernels:
             results.setdefault(name.partition(" ")[2], []).append(meta)
         places = zip(session.slots[0], input_set.blocks, strict=True) if input_set.mutated else ()
         changed = [place.clone() for place, given in places if not compare.same_values(place, given)]
-        for answer in (input_set.expected, self._own_answer(input_set)):
+        for answer in self._answers(input_set):
             if operator := self._passed_on(session, results, input_set, answer):
                 return proof.passed_on(operator)
             holding = Holding(answer)
@@ -247,26 +247,29 @@ class OwnKernels:
                     return operator
             elif holding.adds(functools.partial(self._holds, session, metas, answer)):
                 return operator
+        if self._rivals:
+            return ""
         computed = [(operator, meta) for operator, metas in results.items() for meta in metas if not copies(operator)]
         metas = [meta for _, meta in computed]
-        is_it = holding.adds(functools.partial(self._is_put_together, session, metas))
-        return computed[-1][0] if is_it and not self._rivals else ""
+        return computed[-1][0] if holding.adds(functools.partial(self._is_put_together, session, metas)) else ""
 
     def _is_put_together(self, session: Session, metas: list[wire.TensorMeta], wanted: torch.Tensor) -> bool:
         """Whether it lies in operators' results in parts, or within a larger one."""
         others = (session.read(meta) for meta in metas if meta.shape != tuple(wanted.shape))
         return have_nearly_all(others, wanted)
 
-    def _own_answer(self, input_set: InputSet) -> list[torch.Tensor]:
-        """Its own is what a copy has, to the last bit, however far that is from the reference's."""
+    def _answers(self, input_set: InputSet) -> Iterator[list[torch.Tensor]]:
+        """The reference's, and its own: that is what a copy has, to the last bit, however far it is from the first."""
+        yield input_set.expected
         session = self._checker.session
         assert session is not None
         try:
             place(session, 0, input_set)
-            return self._checker.outputs(session.call(wire.OP_RUN, 0, 2 * self._checker.one_call_s))
+            own = self._checker.outputs(session.call(wire.OP_RUN, 0, 2 * self._checker.one_call_s))
         except CandidateFault as fault:
             self._checker.accuse(fault)
-            return []
+            return
+        yield own
 
     def _holds(
         self, session: Session, metas: list[wire.TensorMeta], answer: list[torch.Tensor], wanted: torch.Tensor

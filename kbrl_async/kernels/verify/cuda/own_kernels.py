@@ -203,16 +203,14 @@ class CapturedKernels:
         if not self._checker.reference.keeps_sets:
             candidate.call(wire.OP_FREE, 0, sides.limit_s)  # of its graphs and earlier answers
         sides.fill([0])
-        others = [
-            first_of(reference.look(meta)).clone() for meta in reference.call(wire.OP_RUN, 0, sides.limit_s).tensors
-        ]
+        rivals, tolerances = Rivals(), sides.nominal.tolerances
+        others = [reference.look(meta) for meta in reference.call(wire.OP_RUN, 0, sides.limit_s).tensors]
+        rivals.draw(others, tolerances)
         sides.fill([0])
         inputs = [self._aside(place) for place in candidate.slots[0]]
         expected = [reference.look(meta) for meta in reference.call(wire.OP_RUN, 0, sides.limit_s).tensors]
-        both = zip(others, expected, sides.nominal.tolerances, strict=True)
-        self._is_blind = not any(
-            compare.difference(other, first_of(one), allowed).wrong for other, one, allowed in both
-        )
+        rivals.draw(expected, tolerances)
+        self._is_blind = rivals.is_blind
         got = self._checker.outputs(candidate.call(wire.OP_RUN, 0, sides.limit_s))
         if sides.differ(got, expected).wrong:
             raise CandidateFault(Fault.INCORRECT, _WRONG_LATER, "wrong_when_timed")
@@ -258,16 +256,13 @@ class CapturedKernels:
         """After a run over this slot without own kernels: is it right, and which operator's result is the answer?
         Neither where anything would be.
         """
-        nominal = self._sides.nominal
-        inputs = [] if nominal.mutated else self._sides.reference.slots[slot]  # an answer may lie in what is changed
-        self._tells = not self._rivals.is_same and not is_degenerate(inputs, expected, nominal.tolerances)
-        return self._seen_without(expected, slot) if self._tells else (False, "")
-
-    def _seen_without(self, expected: list[torch.Tensor], slot: int) -> tuple[bool, str]:
         sides = self._sides
+        inputs = [] if sides.nominal.mutated else sides.reference.slots[slot]  # an answer may lie in what is changed
+        self._tells = not self._rivals.is_same and not is_degenerate(inputs, expected, sides.nominal.tolerances)
+        if not self._tells:
+            return False, ""
         if not sides.nominal.degenerate and self._is_right(sides.candidate.outputs(slot, slot + 1), expected):
             return True, ""
-        inputs = [] if sides.nominal.mutated else sides.reference.slots[slot]
         holding = Holding(expected, inputs)
 
         def is_all_moved(one: torch.Tensor) -> bool:

@@ -148,7 +148,7 @@ def test_state_that_a_call_leaves_behind_is_named(auditor: Auditor, body: str, w
         ("torch.manual_seed(7)\ninner.layer = inner.layer or nn.Linear(64, 8)\nreturn inner.layer(x)", ""),
         ("return x.tanh() * self.factor", ""),
         ("return nn.functional.dropout(x)", "random"),
-        ("return torch.tanh(x) * (time.perf_counter_ns() % 97)", "random"),
+        ("return torch.tanh(x) * (time.perf_counter_ns() % 999_983)", "random"),
         ("inner.calls += 1\nreturn torch.tanh(x) * random.random()", "random"),
     ],
 )  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from protocols.records import Fault, Verdict
+from tests.candidates import COPY_AND_TANH
 
 _PROBLEM = """
 import torch
@@ -22,34 +23,11 @@ def get_inputs():
 def get_init_inputs():
     return []
 """
-_CANDIDATE = '''
-import torch
-import torch.nn as nn
-from kbrl_async.launch import c_kernel
-
-SOURCE = """
-#include <math.h>
-void copied(const char *x, char *y, long n) {{ for (long i = 0; i < n; i++) y[i] = x[i]; }}
-void curved(const float *x, float *y, long n) {{ for (long i = 0; i < n; i++) y[i] = tanhf(x[i]); }}
-"""
-copied, curved = c_kernel(SOURCE, "copied"), c_kernel(SOURCE, "curved")
-
-def copy(x):
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    copied(x, y, x.numel() * x.element_size())
-    return y
-
-def tanh(x):
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    curved(x, y, x.numel())
-    return y
-
+_CANDIDATE = """
 class ModelNew(nn.Module):
     def forward(self, x, y):
         return {answer}
-'''
+"""
 TWO = "torch.tanh(x), torch.tanh(y).t()"
 SIGNS = "torch.tanh(x.exp()), x.exp() < 0"
 NARROW = "torch.tanh(x).half(), torch.tanh(y).to(torch.float8_e5m2)"
@@ -84,7 +62,9 @@ TURNED = "x.t().contiguous(), torch.tanh(y), y.sum(-1)"
 def test_the_library_may_make_some_of_several_outputs_and_not_all(
     built_and_judged: Callable[..., Verdict], problem: str, candidate: str, is_own: bool, replay: bool
 ) -> None:
-    verdict = built_and_judged(_CANDIDATE.format(answer=candidate), _PROBLEM.format(answer=problem), replay)
+    verdict = built_and_judged(
+        COPY_AND_TANH + _CANDIDATE.format(answer=candidate), _PROBLEM.format(answer=problem), replay
+    )
     assert (verdict.fault, verdict.rule) == ((Fault.OK, "") if is_own else (Fault.CHEATING, "decoy_kernel")), (
         verdict.message
     )
