@@ -152,10 +152,10 @@ class OwnKernels:
     def _of_shadows(self, session: Judged, sets: list[InputSet]) -> proof.Finding | None:
         """Whether the library alone makes the answer, wherever it is called."""
         try:
-            for slot, input_set in {len(session.slots) - 1: sets[0], 0: sets[-1]}.items():
-                if slot == 0 or input_set is not sets[-1]:  # others than those over which it is asked
-                    input_set.known.load()
-                    place(session, slot, input_set)
+            other = sets[0] if len(sets) > 1 else self._checker.reference.drawn()  # so that what lasts changes
+            for slot, input_set in {len(session.slots) - 1: other, 0: sets[-1]}.items():
+                input_set.known.load()
+                place(session, slot, input_set)
             trace = session.call(wire.OP_SHADOWED, 0, _SHADOWS_S + _SHADOW_CALLS * self._checker.one_call_s).trace
         except CandidateFault as fault:
             if fault.rule == FORGED:

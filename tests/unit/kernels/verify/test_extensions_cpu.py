@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.verify import checks
 from kbrl_async.kernels.verify.cpu import own_kernels
-from kbrl_async.kernels.verify.cpu.own_kernels import past_the_dispatcher, to_ask
+from kbrl_async.kernels.verify.cpu.own_kernels import past_the_dispatcher
 from protocols.records import Candidate, Fault, Verdict
 from tests.unit.kernels.verify.conftest import Evaluate
 
@@ -267,7 +268,10 @@ def test_what_is_called_where_nobody_sees_it_proves_nothing(compile_raw: Callabl
 def test_a_buffer_that_lasts_is_its_own_where_one_set_alone_can_be_asked_about(
     judged: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What does not change from call to call is the library's, so that two calls have to be over different inputs."""
-    monkeypatch.setattr(own_kernels, "to_ask", lambda order: to_ask(order)[:1])
+    """What does not change from call to call is the library's, so that two calls have to be over different inputs,
+    whatever lies in the slot of the other one."""
+    monkeypatch.setattr(own_kernels, "to_ask", lambda order: list(order[-1:]))
+    monkeypatch.setattr(checks, "checked_slots", lambda count, most, rng: [count - 1])
+    monkeypatch.setattr(checks, "in_secret_order", lambda names, rng: [0, len(names) - 1, *range(1, len(names) - 1)])
     verdict = judged("return ours.static_buffer(x)")
     assert verdict.fault is Fault.OK, verdict
