@@ -300,7 +300,7 @@ def reference_of(session: Here) -> CudaReference:
     return made
 
 
-MEGA = 1 << 18
+MEGA = 1 << 17
 PROBLEMS: dict[str, tuple[Callable[[], list[torch.Tensor]], Callable[..., torch.Tensor]]] = {
     "element by element": (lambda: [torch.rand(2 * MEGA)], torch.relu),
     "of both signs": (lambda: [torch.randn(2 * MEGA)], torch.relu),
