@@ -124,8 +124,9 @@ class Desk:
         """The job now, and after each change until it has ended."""
         while True:
             event = self._changed.get(job.id)
-            yield job
-            if job.outcome is not None or event is None:
+            is_last = job.outcome is not None or event is None
+            yield job  # it may end while this is being sent
+            if is_last or event is None:
                 return
             await event.wait()
 

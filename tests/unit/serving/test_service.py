@@ -348,6 +348,26 @@ def test_streams_tell_each_step_and_each_of_a_batch(tmp_path: Path) -> None:
     run(play())
 
 
+def test_who_reads_a_stream_slowly_is_told_the_end_too(tmp_path: Path) -> None:
+    may_end = asyncio.Event()
+
+    async def ends(_: Job) -> Outcome:
+        await may_end.wait()
+        return outcome(Fault.OK)
+
+    async def play() -> None:
+        async with service(tmp_path, Fake(ends)) as (_, desk):
+            job = desk.submit("somebody", Ask(candidate=ASK["candidate"], problem=ASK["problem"]))
+            steps = desk.follow(job)
+            seen = [(await anext(steps)).status]
+            may_end.set()
+            assert (await desk.wait(job, 60)).outcome is not None
+            seen += [now.status async for now in steps]
+        assert seen == ["queued", "done"], "it ended while the first was being sent"
+
+    run(play())
+
+
 def test_the_document_describes_every_path_and_leads_nowhere_else(tmp_path: Path) -> None:
     async def play() -> None:
         async with service(tmp_path, Fake()) as (client, _):
