@@ -122,13 +122,10 @@ class Desk:
 
     async def follow(self, job: Job) -> AsyncIterator[Job]:
         """The job now, and after each change until it has ended."""
-        while True:
-            event = self._changed.get(job.id)
-            is_last = job.outcome is not None or event is None
-            yield job  # it may end while this is being sent
-            if is_last or event is None:
-                return
-            await event.wait()
+        while job.outcome is None and (event := self._changed.get(job.id)) is not None:
+            yield job
+            await event.wait()  # set already where it ended while that was being sent
+        yield job
 
     # ── the work ──────────────────────────────────────────────────────────────────────────────────────────────
 
