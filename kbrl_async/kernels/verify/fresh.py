@@ -24,7 +24,7 @@ import torch
 
 from kbrl_async.kernels.verify.inputs import is_continuous, sums_to_one
 from kbrl_async.kernels.verify.known import Draws, Redrawn
-from kbrl_async.kernels.verify.pieces import are_equal, bounds, first_rows, pieces, row_sums, slices
+from kbrl_async.kernels.verify.pieces import are_equal, bounds, countable, first_rows, pieces, row_sums, slices
 
 Structure = Literal["fixed", "whole", "turned", "each"]
 """All draws the same · one draw, or a mixture, as it is · the same with its dimensions turned · element by element."""
@@ -52,7 +52,7 @@ def structure_of(tensors: Sequence[torch.Tensor]) -> Structure:
 
 
 def _is_sorted(tensor: torch.Tensor) -> bool:
-    rows = first_rows(tensor, _SAMPLE)
+    rows = countable(first_rows(tensor, _SAMPLE))
     if rows.shape[-1] <= 2 or rows.dtype is torch.bool:
         return False
     step = max(1, CHUNK // max(1, rows.shape[0]))

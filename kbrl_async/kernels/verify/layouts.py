@@ -45,12 +45,19 @@ def is_answer(item: torch.Tensor, wanted: torch.Tensor, in_any_order: bool = Tru
 
     A single number of floating point counts, as a loss is one; a single integer may be the same by chance, and so may
     equal values, as all places of a largest element. A cast is no work: what rounds to a narrower answer holds it, and
-    integers of another width do, or floats and truths that are equal to them.
+    integers of another width do, or floats and truths that are equal to them; so does what has its bits in another
+    type.
     """
     if item.numel() != wanted.numel() or item.numel() == 0 or wanted.is_complex() != item.is_complex():
         return False
     if wanted.is_complex():
         return is_answer(_as_real(item), _as_real(wanted), in_any_order)
+    if item.dtype != wanted.dtype and item.dtype.itemsize == wanted.dtype.itemsize and item.is_contiguous():
+        return any(_is_held(one, wanted, in_any_order) for one in (item, item.view(wanted.dtype)))
+    return _is_held(item, wanted, in_any_order)
+
+
+def _is_held(item: torch.Tensor, wanted: torch.Tensor, in_any_order: bool) -> bool:
     if item.numel() == 1 and not (item.is_floating_point() and wanted.is_floating_point()):
         return False
     if not wanted.is_floating_point():
@@ -252,7 +259,7 @@ def _orders(item: torch.Tensor) -> Iterator[torch.Tensor]:
     turned = {*((one,) for one in along), along} if item.numel() <= _PART else ()
     for order in itertools.permutations(along):
         yield squeezed.permute(order)
-        yield from (squeezed.permute(order).flip(each) for each in turned)
+        yield from (countable(squeezed.permute(order)).flip(each) for each in turned)
 
 
 def are_parts(results: list[torch.Tensor], size: int, is_answer: TensorCheck) -> bool:

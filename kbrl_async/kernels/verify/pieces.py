@@ -9,6 +9,7 @@ import torch
 
 CHUNK = 1 << 24
 """Elements of a part."""
+_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.float64}
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -67,8 +68,12 @@ def row_sums(rows: torch.Tensor, widened: Callable[[torch.Tensor], torch.Tensor]
 
 
 def countable(tensor: torch.Tensor) -> torch.Tensor:
-    """It, or in fp32 what has one byte for a number: torch neither compares nor rounds fp8."""
-    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor
+    """It, or in fp32 what has one byte for a number, and in wider integers those without a sign: torch neither compares
+    nor rounds nor turns fp8, and has no order of `uint16` and wider. What no wider integer holds is rounded.
+    """
+    if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+        return tensor.float()
+    return tensor.to(_WIDER[tensor.dtype]) if tensor.dtype in _WIDER else tensor
 
 
 def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

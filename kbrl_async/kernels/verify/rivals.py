@@ -15,7 +15,7 @@ from kbrl_async.kernels.verify import compare
 from kbrl_async.kernels.verify.pieces import slices
 from kbrl_async.kernels.verify.tolerance import Tolerance
 
-_FIRST = 1 << 20
+_MOST = 3 << 19
 """Elements of a tensor that are kept and compared."""
 
 
@@ -38,7 +38,7 @@ class Rivals:
 
     def draw(self, expected: Sequence[torch.Tensor], tolerances: Sequence[Tolerance]) -> None:
         """What is expected of the next one."""
-        new = [first_of(one).clone() for one in expected]
+        new = [sample_of(one).clone() for one in expected]
         both = list(zip(self._before, new, strict=False))
         self.is_same = bool(both) and all(compare.same_values(*two) for two in both)
         three = zip(self._before, new, tolerances, strict=False)
@@ -51,14 +51,17 @@ class Rivals:
         return all(self.is_beaten(number, outputs[number], expected[number]) for number in numbers)
 
     def is_beaten(self, number: int, one: torch.Tensor, wanted: torch.Tensor) -> bool:
-        """The same of an output by its number, in its first elements; `one` may have another shape."""
-        if not self._found or compare.same_values(self._found[number], first_of(wanted)):
+        """The same of an output by its number, in its sample; `one` may have another shape."""
+        if not self._found or compare.same_values(self._found[number], sample_of(wanted)):
             return True
-        parts = [first_of(tensor).flatten() for tensor in (one, wanted, self._found[number])]
-        few = min(map(len, parts))
-        return compare.is_much_nearer(*(part[:few] for part in parts))
+        if one.shape != wanted.shape and one.is_contiguous():
+            one = one.view(wanted.shape)
+        return compare.is_much_nearer(sample_of(one), sample_of(wanted), self._found[number])
 
 
-def first_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a large one the first elements."""
-    return next(slices(tensor, _FIRST))
+def sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements; of a large one those at its begin, in its middle and at its end. Flat."""
+    if tensor.numel() <= _MOST:
+        return tensor.flatten()
+    parts = list(slices(tensor, _MOST // 3))
+    return torch.cat([parts[place].flatten() for place in (0, len(parts) // 2, -1)])

@@ -24,6 +24,7 @@ from kbrl_async.kernels.sandbox import Isolation
 from kbrl_async.kernels.verify import configs, values, wire
 from kbrl_async.kernels.verify.cpu import program, tape, trace
 from kbrl_async.kernels.verify.cpu.shadow import ShadowWatch
+from kbrl_async.kernels.verify.layouts import Holding
 from kbrl_async.kernels.verify.memory import content_of
 from kbrl_async.kernels.verify.replies import Malformed
 
@@ -195,7 +196,7 @@ class Runner:
         tree = values.flatten(result, outputs)
         result = values.restore(tree, [tensor.clone() for tensor in outputs])  # an output may be an input
         _put_back(inputs, saved)
-        found = trace.answered(found, watch, _tensors(self.model(*given)))
+        found = trace.answered(found, watch, Holding(_tensors(self.model(*given)), saved))
         if failed is not None and not found.answered:
             raise failed
         return result, found

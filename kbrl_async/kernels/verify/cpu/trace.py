@@ -166,7 +166,7 @@ class AnswerWatch(OperatorWatch):  # type: ignore[no-untyped-call] # as above
     def found(self, trace: Trace) -> Trace:
         """After the run."""
         known = msgspec.structs.replace(trace, answered=self.answered)
-        return known if self.answered else answered(known, self, self._answer)
+        return known if self.answered else answered(known, self, self._holding)
 
 
 def recorded(run: Callable[[], Any], watch: OperatorWatch | None = None, muted: bool = False) -> tuple[Any, Trace]:
@@ -186,9 +186,8 @@ def recorded(run: Callable[[], Any], watch: OperatorWatch | None = None, muted: 
     return result, Trace(launches, watch.ops, watch.inside, "", tampered or _tampered(), RECORDER.unseen)
 
 
-def answered(trace: Trace, watch: OperatorWatch, answer: Sequence[torch.Tensor]) -> Trace:
+def answered(trace: Trace, watch: OperatorWatch, holding: Holding) -> Trace:
     """The trace, with the operator whose result made most of the answer the library's."""
-    holding = Holding(answer)
     name = next((name for name, item in (*watch.kept, *watch.moved) if watch.tells(name, item, holding)), "")
     return msgspec.structs.replace(trace, answered=name)
 

@@ -16,10 +16,10 @@ from kbrl_async.kernels.verify.cuda.session import CudaSession
 from kbrl_async.kernels.verify.cuda.sides import Sides
 from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.input_set import is_degenerate, tensors_of
-from kbrl_async.kernels.verify.layouts import Holding, is_answer, is_moved
+from kbrl_async.kernels.verify.layouts import Holding, TensorCheck, is_answer, is_moved
 from kbrl_async.kernels.verify.pieces import countable
 from kbrl_async.kernels.verify.proof import IN_PLACE
-from kbrl_async.kernels.verify.rivals import Rivals, first_of
+from kbrl_async.kernels.verify.rivals import Rivals, sample_of
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault
 from protocols.records import Candidate, Fault
 
@@ -32,6 +32,10 @@ back torch hands out again. After fewer a kernel that is skipped would seem to b
 _AGAIN, _DRAWS = 3, 8
 """Times that what would accuse is looked for once more over new inputs, and draws that this may take: of few or small
 whole numbers a chance makes the answer, and a draw whose answer is the same everywhere says nothing."""
+_BLIND = "an answer to other inputs is right here, too, and memory may hold one"
+_ONE_ANSWER = "they were not over inputs that have one answer each time, and by chance that may be so"
+_WIDER = 10.0
+"""Times its tolerances an answer to other inputs may be off, and what a call leaves in memory still be right."""
 _PROVEN = 4
 """Slots over which own kernels are left out: where half of what is timed is the library's, 15 times of 16 it shows."""
 
@@ -42,11 +46,13 @@ class CapturedKernels:
     def __init__(self, checker: Checker, sides: Sides) -> None:
         self._checker, self._sides = checker, sides
         self._is_blind = False
-        """Whether an answer to other inputs was right of the last ones that a watched candidate was asked for."""
+        """Whether an answer to other inputs was right, or nearly, of the last ones that a watched candidate was asked
+        for; or there were no others.
+        """
         self._tells = True
         """Whether the last draw's answer is one that zeros, a constant, an input or the answer before it is not."""
         self._given: list[torch.Tensor] = []
-        """What forward changes of that draw's inputs, as they were before: the first elements of each."""
+        """What forward changes of that draw's inputs, as they were before: a sample of each."""
         self._rivals = Rivals()
 
     def finding(self, captured: wire.Captured, candidate: Candidate) -> proof.Finding | None:
@@ -98,8 +104,10 @@ class CapturedKernels:
             if isinstance(session, ReplaySession):  # who is observed can answer for its parts as it likes
                 self._checker.own_share = cuda_proof.told_share(names, own, whole, left)
             found = proof.of_muted(wire.Trace(answered=answered), is_right)
-            if found is not None and self._is_found_again(own, slot):
-                return found
+            if found is not None:
+                is_again = self._is_found_again(own, slot)
+                if is_again is not False:
+                    return found if is_again else proof.unseen(_ONE_ANSWER)
             if (finding := cuda_proof.of_share(names, own, whole, left)) is None:
                 return self._over(session, own, others) if isinstance(session, ReplaySession) else None
         return finding
@@ -120,23 +128,24 @@ class CapturedKernels:
             found = self.without(own, slot)
         return found
 
-    def _is_found_again(self, own: list[str], slot: int) -> bool:
-        """Each time, over other inputs at the same place."""
-        seen = 0
+    def _is_found_again(self, own: list[str], slot: int) -> bool | None:
+        """Each time, over other inputs at the same place; None where all draws have one answer."""
+        seen = others = 0
         for _ in range(_DRAWS):
             found = self.without(own, slot)[2:]
             if found == (False, "") and self._tells:
                 return False
             seen += self._tells
+            others += not self._rivals.is_same
             if seen == _AGAIN:
                 break
-        return seen > 0
+        return seen > 0 if others else None
 
     def _drawn(self, slot: int) -> list[torch.Tensor]:
         """New inputs in this slot of both: what the reference answers."""
         self._sides.fill([slot])
         if self._sides.nominal.mutated:
-            self._given = [first_of(given).clone() for given in self._sides.reference.slots[slot]]
+            self._given = [sample_of(given).clone() for given in self._sides.reference.slots[slot]]
         expected = [output.unsqueeze(0) for output in self._expected_of(slot)]
         self._rivals.draw(expected, self._sides.nominal.tolerances)
         return expected
@@ -163,8 +172,10 @@ class CapturedKernels:
         if found is None or found.fault is not Fault.CHEATING:
             return found
         if self._is_blind:
-            return proof.unseen("an answer to other inputs is right here, too, and memory may hold one")
+            return proof.unseen(_BLIND)
         again = self._without_launches()
+        if self._is_blind:
+            return proof.unseen(_BLIND)
         if again is not None and again.fault is Fault.CHEATING:
             return again
         return proof.unseen(f"of two calls without them one says that {found.text}")
@@ -173,6 +184,8 @@ class CapturedKernels:
         candidate = self._sides.candidate
         assert isinstance(candidate, CudaSession)
         answer, expected, inside = self._known_answer(candidate)
+        given = candidate.slots[0] if self._sides.nominal.mutated else []
+        before, holding = [sample_of(one).clone() for one in given], Holding(expected, given)
         try:
             muted = candidate.watched_forward(wire.OP_MUTED, answer, 2 * self._sides.limit_s)
             trace = without_chance(muted.trace) if self._sides.nominal.degenerate else muted.trace
@@ -190,9 +203,11 @@ class CapturedKernels:
             return proof.unseen(f"{inside}, called by an own kernel, gives the answer")
         if not is_right and trace.unseen:
             return proof.unseen(f"{trace.unseen} runs in a CUDA graph of its own, where nobody sees its result")
-        if not is_right or self._sides.nominal.degenerate:  # poison may be right there, too
+        if self._sides.nominal.degenerate:  # poison may be right there, too
             return None
-        return proof.of_muted(trace, True) if trace.launches else proof.unseen("its launches were not seen")
+        is_there = any(holding.adds(self._is_one_of(one, expected)) for one in _changed(given, before))
+        found = proof.of_muted(msgspec.structs.replace(trace, answered=IN_PLACE if is_there else ""), is_right)
+        return found if found is None or trace.launches else proof.unseen("its launches were not seen")
 
     def _known_answer(self, candidate: CudaSession) -> tuple[list[torch.Tensor], list[torch.Tensor], str]:
         """What the candidate makes of fresh inputs, and what is expected of it, which lies in the reference's arena;
@@ -203,14 +218,14 @@ class CapturedKernels:
         if not self._checker.reference.keeps_sets:
             candidate.call(wire.OP_FREE, 0, sides.limit_s)  # of its graphs and earlier answers
         sides.fill([0])
-        rivals, tolerances = Rivals(), sides.nominal.tolerances
+        self._rivals, tolerances = Rivals(), [one.widened(_WIDER) for one in sides.nominal.tolerances]
         others = [reference.look(meta) for meta in reference.call(wire.OP_RUN, 0, sides.limit_s).tensors]
-        rivals.draw(others, tolerances)
+        self._rivals.draw(others, tolerances)
         sides.fill([0])
         inputs = [self._aside(place) for place in candidate.slots[0]]
         expected = [reference.look(meta) for meta in reference.call(wire.OP_RUN, 0, sides.limit_s).tensors]
-        rivals.draw(expected, tolerances)
-        self._is_blind = rivals.is_blind
+        self._rivals.draw(expected, tolerances)
+        self._is_blind = self._rivals.is_blind
         got = self._checker.outputs(candidate.call(wire.OP_RUN, 0, sides.limit_s))
         if sides.differ(got, expected).wrong:
             raise CandidateFault(Fault.INCORRECT, _WRONG_LATER, "wrong_when_timed")
@@ -219,11 +234,20 @@ class CapturedKernels:
         traced = candidate.watched_forward(wire.OP_TRACE, answer, 2 * sides.limit_s).trace
         assert traced is not None, "a call that is to be told of is, or is refused"
         for _ in range(_OTHERS):
-            sides.fill([0])
+            self._is_blind |= not self._fill_others(inputs)
             candidate.call(wire.OP_RUN, 0, sides.limit_s)
         for place, block in zip(candidate.slots[0], inputs, strict=True):
             place.copy_(block)
         return answer, expected, traced.answered
+
+    def _fill_others(self, inputs: list[torch.Tensor]) -> bool:
+        """Draw until something is other than in these inputs, which may be one of very few that there are."""
+        for _ in range(_DRAWS):
+            self._sides.fill([0])
+            both = zip(self._sides.candidate.slots[0], inputs, strict=True)
+            if not all(compare.same_values(*map(sample_of, two)) for two in both):
+                return True
+        return False
 
     def _aside(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy; of a large problem's on the host."""
@@ -269,14 +293,19 @@ class CapturedKernels:
             return holding.moves(lambda wanted: is_moved(one, wanted, inputs))
 
         def is_most(one: torch.Tensor) -> bool:
-            return holding.adds(lambda wanted: self._is_output(one, expected, wanted))
+            return holding.adds(self._is_one_of(one, expected))
 
         found = sides.candidate.answered(is_most, slot, is_all_moved)
-        left = () if found or not sides.nominal.mutated else self._changed(slot)
-        return False, found or (IN_PLACE if any(map(is_most, left)) else "")
+        if found or not sides.nominal.mutated or not isinstance(sides.candidate, ReplaySession):
+            return False, found  # of who is observed a whole forward ran last: `of_watched` looks at what it changes
+        left = _changed(sides.candidate.slots[slot], self._given)
+        return False, IN_PLACE if any(map(is_most, left)) else ""
 
     def _is_right(self, outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
         return not self._sides.differ(outputs, expected).wrong and self._rivals.are_beaten(outputs, expected)
+
+    def _is_one_of(self, one: torch.Tensor, expected: list[torch.Tensor]) -> TensorCheck:
+        return lambda wanted: self._is_output(one, expected, wanted)
 
     def _is_output(self, one: torch.Tensor, expected: list[torch.Tensor], wanted: torch.Tensor) -> bool:
         """Whether a tensor is this one of what is expected."""
@@ -284,10 +313,11 @@ class CapturedKernels:
         is_alike = _is_one(one, wanted, self._sides.nominal.tolerances[number])
         return is_alike and self._rivals.is_beaten(number, one, wanted)
 
-    def _changed(self, slot: int) -> list[torch.Tensor]:
-        """Inputs over which forward has written without own kernels."""
-        both = zip(self._sides.candidate.slots[slot], self._given, strict=True)
-        return [place for place, given in both if not compare.same_values(first_of(place), given)]
+
+def _changed(places: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Inputs over which forward has written without own kernels, of which these are samples from before."""
+    both = zip(places, given, strict=True)
+    return [place for place, before in both if not compare.same_values(sample_of(place), before)]
 
 
 def _is_one(got: torch.Tensor, wanted: torch.Tensor, tolerance: compare.Tolerance) -> bool:

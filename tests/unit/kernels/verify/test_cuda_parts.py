@@ -27,7 +27,7 @@ from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels, without_
 from kbrl_async.kernels.verify.cuda.reference import MAX_BATCH, plan
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
 from kbrl_async.kernels.verify.cuda.replay.stretches import stretches_of
-from kbrl_async.kernels.verify.cuda.session import place_outputs
+from kbrl_async.kernels.verify.cuda.session import CudaSession, place_outputs
 from kbrl_async.kernels.verify.cuda.sides import Sides
 from kbrl_async.kernels.verify.cuda.telling import begin_gradients
 from kbrl_async.kernels.verify.input_set import InputSet
@@ -452,9 +452,20 @@ def test_where_an_answer_to_other_inputs_is_right_too_only_a_nearer_one_accuses(
     assert (finding.rule, looks) == ("decoy_kernel", 4)
 
 
-def test_a_draw_that_has_the_answer_of_the_one_before_says_nothing() -> None:
+def test_of_one_answer_to_all_inputs_nothing_is_proven() -> None:
+    """Inputs that seed themselves: a copy of the library's answer passed, and by chance a right one is no copy."""
     same = [[1, 0, 2]] * 9
-    assert accused(same, same) == (None, 9)
+    finding, looks = accused(same, same)
+    assert finding is not None
+    assert (finding.fault, looks) == (Fault.UNPROVEN, 9)
+    assert accused(same, [[1, 0, 3]] * 9) == (None, 1)
+
+
+def test_where_a_large_answer_begins_with_what_never_changes_a_copy_is_found() -> None:
+    padded = [[0] * (1 << 20) + [n, n + 1] for n in range(9)]
+    finding, looks = accused(padded, padded)
+    assert finding is not None
+    assert (finding.rule, looks) == ("decoy_kernel", 4)
 
 
 def test_a_first_draw_that_says_nothing_is_no_acquittal() -> None:
@@ -465,13 +476,15 @@ def test_a_first_draw_that_says_nothing_is_no_acquittal() -> None:
     assert looks == 6
 
 
-def of_written_input(changes: list[float], answers: list[float]) -> tuple[bool, str]:
+def of_written_input(changes: list[float], answers: list[float], is_replayed: bool = True) -> tuple[bool, str]:
     """Of a forward that writes over its input: what it leaves there without own kernels, and what is expected."""
     sides = Mock(nominal=Mock(mutated=True, degenerate=False, tolerances=[Tolerance(1e-4, 1e-4)]), limit_s=1.0)
     place = torch.tensor([1.0, 2.0, 3.0])
     sides.reference.slots, sides.candidate.slots = [[place.clone()]], [[place]]
     sides.reference.call.return_value.tensors = [None]
     sides.reference.read = lambda meta: torch.tensor(answers)
+    session = cast(Any, ReplaySession if is_replayed else CudaSession)
+    sides.candidate = Mock(spec=session, slots=sides.candidate.slots)
     sides.candidate.outputs = lambda *given: [torch.full((1, 3), 1e9)]
     sides.candidate.answered = lambda *given: ""
     sides.differ = lambda got, wanted: difference(got[0], wanted[0], Tolerance(1e-4, 1e-4))
@@ -489,6 +502,11 @@ def test_an_answer_that_the_library_leaves_in_an_input_is_its_own() -> None:
     assert of_written_input([3.0, 1.0, 2.0], [3.0, 1.0, 2.0]) == (False, IN_PLACE)
     assert of_written_input([1.0, 2.0, 3.0], [3.0, 1.0, 2.0]) == (False, "")
     assert of_written_input([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]) == (False, ""), "a step that changes nothing"
+
+
+def test_of_who_is_only_watched_a_whole_forward_wrote_last() -> None:
+    """Whoever wrote its answer over an input was a decoy."""
+    assert of_written_input([3.0, 1.0, 2.0], [3.0, 1.0, 2.0], is_replayed=False) == (False, "")
 
 
 def test_what_is_filled_before_its_parts_are_copied_there_is_put_together() -> None:

@@ -19,6 +19,7 @@ from kbrl_async.kernels.backends.launch.recorder import LaunchCounter
 from kbrl_async.kernels.verify import proof
 from kbrl_async.kernels.verify.cpu import trace
 from kbrl_async.kernels.verify.cpu.disarm import disarm
+from kbrl_async.kernels.verify.layouts import Holding
 from kbrl_async.kernels.verify.wire import Trace
 from protocols.records import Fault
 
@@ -112,8 +113,8 @@ def test_operators_are_counted_by_what_they_are() -> None:
 def test_an_operator_whose_result_is_the_answer_is_named() -> None:
     x, watch = torch.randn(8, 8), trace.OperatorWatch({64})
     _, found = trace.recorded(lambda: torch.softmax(x, -1) + 1, watch, muted=True)
-    assert trace.answered(found, watch, [torch.softmax(x, -1) * 1.00001]).answered == "aten::_softmax"
-    assert trace.answered(found, watch, [torch.tanh(x)]).answered == ""
+    assert trace.answered(found, watch, Holding([torch.softmax(x, -1) * 1.00001])).answered == "aten::_softmax"
+    assert trace.answered(found, watch, Holding([torch.tanh(x)])).answered == ""
 
 
 def test_a_replaced_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

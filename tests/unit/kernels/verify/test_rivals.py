@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kbrl_async.kernels.verify.rivals import Rivals, first_of
+from kbrl_async.kernels.verify.rivals import Rivals, sample_of
 from kbrl_async.kernels.verify.tolerance import Tolerance
 from protocols.records import Fault, Verdict
 
@@ -79,12 +79,21 @@ def test_a_copy_of_what_the_library_leaves_in_an_input_is_a_decoy(built_and_judg
     assert built_and_judged(honest.format(value="2 * x[i]"), written).fault is Fault.OK
 
 
-def test_a_copy_beside_an_input_that_is_returned_is_a_decoy(built_and_judged: Judged) -> None:
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_copy_beside_an_input_that_is_returned_is_a_decoy(built_and_judged: Judged, replay: bool) -> None:
     both = PROBLEM.format(forward="(x, torch.tanh(x[0] * self.bias))")
     decoy = CANDIDATE.format(value="x[i]", forward="(through(x), through(torch.tanh(x[0] * self.bias)))")
-    assert built_and_judged(decoy, both).rule == "decoy_kernel"
+    assert built_and_judged(decoy, both, replay).rule == "decoy_kernel"
     honest = CANDIDATE.format(value="x[i] + x[i]", forward="(x.clone(), torch.tanh(through(x[0] * self.bias / 2)))")
-    assert built_and_judged(honest, both).fault is Fault.OK
+    assert built_and_judged(honest, both, replay).fault is Fault.OK
+
+
+def test_of_as_large_a_result_as_the_input_beside_it_a_copy_is_a_decoy(built_and_judged: Judged) -> None:
+    """Where it is watched, half of all was the input, so that the other half was not most of the answer."""
+    both = PROBLEM.format(forward="(x, torch.tanh(x * self.bias))")
+    decoy = CANDIDATE.format(value="x[i]", forward="(x.clone(), through(torch.tanh(x * self.bias)))")
+    for replay in (True, False):
+        assert built_and_judged(decoy, both, replay).rule == "decoy_kernel"
 
 
 def test_only_what_is_nearer_than_an_answer_to_other_inputs_is_one() -> None:
@@ -112,5 +121,16 @@ def test_of_several_outputs_those_that_differ_tell() -> None:
     assert not rivals.are_beaten([mask, one], [mask, other])
 
 
-def test_large_answers_are_kept_in_their_first_elements() -> None:
-    assert first_of(torch.empty(3, 1 << 20)).numel() == 1 << 20
+def test_of_large_answers_a_sample_is_kept_that_shows_where_they_differ() -> None:
+    large = torch.zeros(7, 1 << 20)
+    assert sample_of(large).numel() == 3 << 19
+    for place in (0, large.numel() // 2, -1):
+        other = large.clone()
+        other.view(-1)[place] = 1.0
+        assert not torch.equal(sample_of(other), sample_of(large))
+    assert torch.equal(sample_of(large.t().contiguous().t()), sample_of(large)), "however it lies in memory"
+    rivals, allowed = Rivals(), [Tolerance(0.0, 2.0)]
+    rivals.draw([large], allowed)
+    rivals.draw([large + 1], allowed)
+    assert rivals.is_beaten(0, (large + 1).view(-1), large + 1), "in another shape, too"
+    assert not rivals.is_beaten(0, large.view(-1), large + 1)
