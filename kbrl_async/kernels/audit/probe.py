@@ -157,17 +157,24 @@ class _Steps:
         fits: dict[tuple[str, str], list[trials.Fit]] = {(n, f): [] for n in names for f in FIGURES}
         seen = self.expected
         typical = trials.constants(seen)
+
+        def offered(name: str, got: list[torch.Tensor] | None, expected: list[torch.Tensor]) -> None:
+            for tolerance, figure in FIGURES.items():
+                if got is not None and _fits_in_shape(got, expected):
+                    fits[name, tolerance].append(trials.all_fit(got, expected, figure))
+
         for number, seed in enumerate(self.task.seeds):
             given = self.inputs if number == 0 else self._draw(seed)
+            self.inputs = []  # of large ones no more are kept than are looked at next
             expected = (seen, self.later)[number] if number < 2 else self._forward(given)
-            offers = {"zeros": trials.zeros(expected), "half_rows": trials.half_rows(expected)}
+            offered("half_batch", self._half_batch(given, expected), expected)
+            del given
+            offered("zeros", trials.zeros(expected), expected)
+            offered("half_rows", trials.half_rows(expected), expected)
             if number > 0:
-                offers |= {"constant": typical, "input_independent": seen}
-            offers["half_batch"] = self._half_batch(given, expected)
-            for name, got in offers.items():
-                for tolerance, figure in FIGURES.items():
-                    if got is not None and _fits_in_shape(got, expected):
-                        fits[name, tolerance].append(trials.all_fit(got, expected, figure))
+                offered("constant", typical, expected)
+                offered("input_independent", seen, expected)
+            del expected
         made = tuple(trials.trial(name, tolerance, listed) for (name, tolerance), listed in fits.items() if listed)
         found = tuple(finding(trial) for trial in made if trial.passes)
         return msgspec.structs.replace(probe, findings=(*probe.findings, *found), trials=made)
