@@ -118,9 +118,8 @@ def unreplayable(*_given: object, **_named: object) -> None:
         (ADD, COPIED, "decoy_kernel"),
         (ROOT, nvrtc("if (i < n) out[i] = sqrtf(x[i] * 2 + y[i] + shift);"), ""),
         (ROOT, COPIED.replace(SUM, f"torch.sqrt({SUM})"), "decoy_kernel"),
-        (HARDLY, nvrtc(result=BIASED.format("out")), ""),
     ],
-    ids=["honest", "a copy", "honest, with NaN", "a copy, with NaN", "honest, of an answer that hardly moves"],
+    ids=["honest", "a copy", "honest, with NaN", "a copy, with NaN"],
 )
 @pytest.mark.parametrize("trust", [OBSERVED, REPLAYED])
 def test_a_copy_of_the_librarys_result_is_seen(
@@ -130,6 +129,26 @@ def test_a_copy_of_the_librarys_result_is_seen(
         monkeypatch.setattr(candidates, "place_inputs", unreplayable)  # `open` has forgotten the last candidate by then
     verdict = judge(problem, source, "cuda-nvrtc", timing=True).verdict
     assert (verdict.rule, verdict.trust) == (rule, trust), verdict
+
+
+@pytest.mark.parametrize(("trust", "fault"), [(OBSERVED, Fault.UNPROVEN), (REPLAYED, Fault.OK)])
+def test_who_makes_a_part_of_an_answer_that_hardly_moves_is_no_decoy(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, trust: str, fault: Fault
+) -> None:
+    """What the library makes of poison is nearly right there. Of who is only watched nothing more is known."""
+    if trust == OBSERVED:
+        monkeypatch.setattr(candidates, "place_inputs", unreplayable)
+    verdict = judge(HARDLY, nvrtc(result=BIASED.format("out")), "cuda-nvrtc").verdict
+    assert (verdict.fault, verdict.trust) == (fault, trust), verdict
+
+
+def test_a_workload_without_elements_needs_no_kernel(judge: Judge) -> None:
+    """Whoever launches nothing where nothing is to do was called a cheat."""
+    pair = "[torch.randn(1024, 512), torch.randn(1024, 512)]"
+    two = ADD.replace("get_inputs", "get_input_groups").replace(pair, f"[{pair.replace('1024', '0')}, {pair}]")
+    source = nvrtc().replace("        self.kernel[", "        x.numel() and self.kernel[")
+    verdict = judge(two, source, "cuda-nvrtc").verdict
+    assert (verdict.fault, len(verdict.workloads)) == (Fault.OK, 2), verdict
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from kbrl_async.kernels.verify.report import placed, verdict_of
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Submission
 from kbrl_async.kernels.verify.several import Several
 from kbrl_async.kernels.verify.sharing import Shared
-from protocols.records import BenchReport, Candidate, Fault, Problem, Strictness, Timing, Verdict
+from protocols.records import OBSERVED, BenchReport, Candidate, Fault, Problem, Strictness, Timing, Verdict
 
 _TRIES = 3
 """Of one candidate, where the device has no memory left: between two of them all that is kept is given back."""
@@ -165,7 +165,7 @@ class Bench:
             try:
                 family, verdict, timed = self._judged_by(job)
                 is_first = left == _TRIES - 1
-                if verdict.fault is not Fault.OUT_OF_MEMORY or not is_first or not self._device.has_neighbours:
+                if not (_is_for_want_of_memory(verdict) and is_first and self._device.has_neighbours):
                     break
             except NoMemory:
                 if not left:
@@ -313,7 +313,7 @@ class Bench:
         verdict, timed, clock = self._on_sets(checker, job, is_alone), None, job.clock
         if verdict.fault is Fault.OK and checker.session is not None:
             self._plan = checker.session.plan
-        if verdict.fault is Fault.OK and checker.options.is_proven:
+        if verdict.fault is Fault.OK and checker.is_proven:
             with clock.part("proof"):
                 self._device.prove(checker, job.candidate, self.options, self._rng, job.tick)
             verdict = verdict_of(checker)
@@ -425,6 +425,14 @@ class Bench:
         finally:
             stopwatch.close()
             reference.release(twin)
+
+
+def _is_for_want_of_memory(verdict: Verdict) -> bool:
+    """Whether others may be why: what finds none, or is wrong where there is too little to record it, since a library
+    that finds less than it likes goes a way that rounds otherwise.
+    """
+    is_large = verdict.trust == OBSERVED and "memory" in verdict.trust_reason
+    return verdict.fault is Fault.OUT_OF_MEMORY or (verdict.fault is Fault.INCORRECT and is_large)
 
 
 def _is_clearly_slower(timed: Timing, options: BenchOptions) -> bool:

@@ -118,9 +118,7 @@ class Checker:
         :raises CandidateFault: the reference's.
         """
         # A launch plan has no other way to an answer than its own kernels; a GPU has a way of its own to ask.
-        # Where every output is empty, there is no work to do.
-        has_work = any(tensor.numel() for tensor in self.reference.wanted)
-        is_asked = self.reference.records and not plan.is_plan(candidate.source) and self.options.is_proven and has_work
+        is_asked = self.reference.records and not plan.is_plan(candidate.source) and self.is_proven
         self._backend = backend(candidate.backend)
         self.is_recorded = is_asked and self._backend.is_recorded
         self.artifacts = list(artifacts.values())
@@ -157,6 +155,11 @@ class Checker:
             return
         self._release(session)
         self.trust, self.trust_reason, self.own_share = REPLAYED, "", self.session.own_share
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether it has to be shown that its own kernels are needed: where every output is empty, nothing is to do."""
+        return self.options.is_proven and any(tensor.numel() for tensor in self.reference.wanted)
 
     @property
     def is_known(self) -> bool:

@@ -17,7 +17,14 @@ _CONTEXT = 1 << 30
 """A CUDA context with its libraries and code."""
 _FAIR = 2
 _OUT_OF_MEMORY = 2
-_WORDS = ("out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_WORDS = (
+    "out of memory",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "unable to find an engine",
+)
+"""The last is a convolution's: none of its ways got the memory that it works in."""
 
 WAITED = "until there is memory"
 """A span, and the part of a stage."""

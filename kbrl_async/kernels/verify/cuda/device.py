@@ -354,7 +354,7 @@ class CudaDevice(Device):
         from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels
         from kbrl_async.kernels.verify.cuda.sides import Sides
 
-        if checker.fault is not None or not (checker.is_untrusted and checker.options.is_proven):
+        if checker.fault is not None or not (checker.is_untrusted and checker.is_proven):
             return
         if not isinstance(checker.session, CudaSession):
             return

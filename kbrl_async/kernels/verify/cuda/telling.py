@@ -11,6 +11,7 @@ import torch
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.verify import wire
 from kbrl_async.kernels.verify.cpu import runner
+from kbrl_async.kernels.verify.hoarding import tells_of_memory
 
 _ILLEGAL = (
     "illegal memory access",
@@ -26,7 +27,6 @@ _ILLEGAL = (
     "CUDA_ERROR_HARDWARE_STACK",
     "CUDA_ERROR_INVALID_PC",
 )
-_NO_MEMORY = ("out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED")
 _ASSERTED = ("device-side assert", "CUDA_ERROR_ASSERT")
 
 
@@ -52,7 +52,7 @@ def device_failure(error: BaseException) -> wire.Failed:
     """What ended a call on a GPU."""
     failed = runner.failure(error)
     text = failed.text
-    if isinstance(error, torch.OutOfMemoryError) or any(words in text for words in _NO_MEMORY):
+    if isinstance(error, torch.OutOfMemoryError) or tells_of_memory(text):
         return wire.Failed("out_of_memory", _short(text))
     if any(words in text for words in _ILLEGAL):
         return wire.Failed("illegal_access", _short(text))

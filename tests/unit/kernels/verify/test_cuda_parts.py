@@ -452,6 +452,14 @@ def test_where_an_answer_to_other_inputs_is_right_too_only_a_nearer_one_accuses(
     assert (finding.rule, looks) == ("decoy_kernel", 4)
 
 
+def test_an_answer_within_a_larger_result_is_the_librarys() -> None:
+    wholes = [[float(n + place) ** 2 for place in range(16)] for n in range(4)]
+    larger = [[[0.5] * 16, whole, [float(n)] * 16] for n, whole in enumerate(wholes)]
+    finding, looks = accused(wholes, larger, is_operators=True)
+    assert finding is not None
+    assert (finding.rule, looks) == ("decoy_kernel", 4)
+
+
 def test_of_one_answer_to_all_inputs_nothing_is_proven() -> None:
     """Inputs that seed themselves: a copy of the library's answer passed, and by chance a right one is no copy."""
     same = [[1, 0, 2]] * 9

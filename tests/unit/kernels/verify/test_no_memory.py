@@ -23,12 +23,13 @@ from kbrl_async.kernels.verify.cuda.replay import candidates
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
 from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory, Unreplayable
 from kbrl_async.kernels.verify.cuda.session import CudaSession
+from kbrl_async.kernels.verify.cuda.telling import device_failure
 from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.options import bench_options, no_tick
 from kbrl_async.kernels.verify.recording import NO_ROOM, Recording
 from kbrl_async.kernels.verify.session import CandidateFault
-from protocols.records import Candidate, Fault, Problem, Verdict
+from protocols.records import OBSERVED, REPLAYED, Candidate, Fault, Problem, Verdict
 
 PROBLEM = Problem("L1/01_add", 1, "add", "")
 
@@ -69,6 +70,23 @@ def test_a_candidate_beside_others_that_finds_no_memory_is_judged_once_more() ->
     verdict, references = judged([out, out])
     assert (verdict.fault, references.give_way.call_count) == (Fault.OUT_OF_MEMORY, 1)
     assert judged([out], _Alone)[0].fault is Fault.OUT_OF_MEMORY
+
+
+def test_what_is_wrong_beside_others_for_want_of_memory_is_judged_once_more() -> None:
+    """A transposed convolution that found too little memory was six times its tolerance off."""
+    wrong = Verdict(Fault.INCORRECT, trust=OBSERVED, trust_reason="its inputs take too much memory to be held twice")
+    assert judged([wrong])[0].fault is Fault.OK
+    assert judged([wrong, wrong])[0].fault is Fault.INCORRECT
+    assert judged([wrong], _Alone)[0].fault is Fault.INCORRECT
+    for other in (Verdict(Fault.INCORRECT, trust=REPLAYED), Verdict(Fault.INCORRECT, trust_reason="it draws numbers")):
+        assert judged([other])[0].fault is Fault.INCORRECT, "nobody's memory is to blame"
+
+
+def test_a_convolution_without_any_way_has_found_no_memory() -> None:
+    """A copy of what the library had computed was accepted: without its own kernel the convolution had failed."""
+    error = RuntimeError("GET was unable to find an engine to execute this computation")
+    assert device_failure(error).kind == "out_of_memory"
+    assert device_failure(RuntimeError("expected a tensor of 3 dimensions")).kind == "runtime_error"
 
 
 def test_the_last_time_a_verifier_waits_for_the_whole_gpu() -> None:

@@ -213,6 +213,22 @@ def test_nor_is_it_one_where_the_answer_to_other_inputs_is_right() -> None:
         assert (found.fault, "an answer to other inputs is right" in found.text) == (Fault.UNPROVEN, True)
 
 
+def test_what_is_no_nearer_than_the_answer_to_other_inputs_needs_its_kernel() -> None:
+    def moves_within(x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(100 + 4e-3 * np.tanh(x.numpy()))
+
+    pool = Pool()
+
+    def copies_its_input(x: torch.Tensor) -> torch.Tensor:
+        y = pool.empty()
+        if RECORDER.tape is not None:
+            RECORDER.tape("own", (x, y), [])
+        RECORDER.call("own", lambda: y.copy_(x))
+        return moves_within(y)
+
+    assert found_of(copies_its_input, right=moves_within) is None
+
+
 def test_nor_where_that_is_right_of_some_draws_only() -> None:
     """A mean of few numbers moves by about its tolerance: of two answers one was right of the other by chance. Whether
     it was so was asked before the first call alone, so that one of ten honest kernels was a decoy.
