@@ -222,7 +222,8 @@ def _places(part: torch.Tensor, whole: torch.Tensor, along: int) -> list[int]:
     count, size = whole.shape[along] - part.shape[along] + 1, part.shape[along]
     if count < 1 or whole.is_complex():
         return []
-    near = _SAME * max(map(abs, _ends(whole))) if whole.is_floating_point() and part.is_floating_point() else 0.0
+    are_floats = whole.is_floating_point() and part.is_floating_point()
+    near = _SAME * min(max(map(abs, _ends(one))) for one in (part, whole)) if are_floats else 0.0
 
     def are_near(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         a, b = a.double(), b.double()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kbrl_async.kernels.verify.layouts import Holding, is_answer, share_within
+from kbrl_async.kernels.verify.layouts import Holding, have_nearly_all, is_answer, share_within
 from kbrl_async.kernels.verify.values import fill_bytes
 
 ANSWER = torch.softmax(torch.randn(24, 65, generator=torch.Generator().manual_seed(1)), -1)
@@ -163,3 +163,12 @@ def test_an_output_that_is_an_input_as_it_came_is_nobodys_work() -> None:
     assert Holding([given, made], [given.clone()]).adds(lambda wanted: wanted is made)
     assert not Holding([given, made], [torch.randn(64)]).adds(lambda wanted: wanted is made)
     assert Holding([given], [given.clone()]).adds(lambda wanted: True)
+
+
+def test_what_is_near_is_judged_by_the_answer_and_not_by_what_lies_beside_it() -> None:
+    """Of poison a library makes numbers beside which each answer is as good as zero."""
+    answer, result = torch.linspace(1, 2, 32), torch.full((32, 16), 1e30)
+    result[:, 3] = answer.flip(0)
+    assert not have_nearly_all([result], answer)
+    result[:, 5] = answer
+    assert have_nearly_all([result], answer)
