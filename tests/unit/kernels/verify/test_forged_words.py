@@ -117,8 +117,8 @@ WORDS = {
     """,
     "the way shut": "self.channel.shutdown(socket.SHUT_RDWR)\ntime.sleep(60)",
     "the way shut for reading, an answer sent": """
-        self.channel.send(self.done(nonce))
         self.channel.shutdown(socket.SHUT_RD)
+        self.channel.send(self.done(nonce))
         time.sleep(60)
     """,
     "the way closed": "os.close(self.channel.detach())\ntime.sleep(60)",
