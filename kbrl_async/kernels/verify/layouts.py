@@ -52,16 +52,23 @@ def is_answer(item: torch.Tensor, wanted: torch.Tensor, in_any_order: bool = Tru
         return False
     if wanted.is_complex():
         return is_answer(_as_real(item), _as_real(wanted), in_any_order)
-    if item.dtype != wanted.dtype and item.dtype.itemsize == wanted.dtype.itemsize and item.is_contiguous():
-        return any(_is_held(one, wanted, in_any_order) for one in (item, item.view(wanted.dtype)))
-    return _is_held(item, wanted, in_any_order)
+    others = [item.view(wanted.dtype)] if _may_be_its_bits(item, wanted) else []
+    return any(_is_held(one, wanted, in_any_order) for one in (item, *others))
+
+
+def _may_be_its_bits(item: torch.Tensor, wanted: torch.Tensor) -> bool:
+    if item.dtype == wanted.dtype or torch.bool in (item.dtype, wanted.dtype):
+        return False
+    return item.dtype.itemsize == wanted.dtype.itemsize and item.is_contiguous() and not item.is_neg()
 
 
 def _is_held(item: torch.Tensor, wanted: torch.Tensor, in_any_order: bool) -> bool:
     if item.numel() == 1 and not (item.is_floating_point() and wanted.is_floating_point()):
         return False
     if not wanted.is_floating_point():
-        return _tells(wanted) and _is_same(item, wanted, _are_equal, in_any_order)
+        is_narrowed = item.dtype != wanted.dtype and not item.is_floating_point()
+        may_be = torch.bool in (item.dtype, wanted.dtype) or is_narrowed or _ends(item) == _ends(wanted)
+        return may_be and _tells(wanted) and _is_same(item, wanted, _are_equal, in_any_order)
     low, high = _ends(wanted)
     if low == high and not _tells(wanted):
         return False

@@ -54,9 +54,8 @@ class Rivals:
         """The same of an output by its number, in its sample; `one` may have another shape."""
         if not self._found or compare.same_values(self._found[number], sample_of(wanted)):
             return True
-        if one.shape != wanted.shape and one.is_contiguous():
-            one = one.view(wanted.shape)
-        return compare.is_much_nearer(sample_of(one), sample_of(wanted), self._found[number])
+        samples = sample_of(one.reshape(wanted.shape)), sample_of(wanted)
+        return compare.is_much_nearer(*samples, self._found[number])
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,4 +63,5 @@ def sample_of(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.numel() <= _MOST:
         return tensor.flatten()
     parts = list(slices(tensor, _MOST // 3))
+    parts = [part for part in parts if 6 * part.numel() >= _MOST] or parts  # what is left of a row may be one element
     return torch.cat([parts[place].flatten() for place in (0, len(parts) // 2, -1)])

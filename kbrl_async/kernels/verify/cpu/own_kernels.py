@@ -230,7 +230,7 @@ class OwnKernels:
             if operator := self._passed_on(session, results, input_set, answer):
                 return proof.passed_on(operator)
             holding = Holding(answer)
-            if any(holding.adds(functools.partial(is_answer, one)) for one in changed):
+            if any(holding.moves(functools.partial(is_answer, one)) for one in changed):
                 return proof.passed_on(proof.IN_PLACE)
         return None
 

@@ -186,7 +186,7 @@ class Runner:
         inputs = _tensors(given)
         saved = [tensor.clone() for tensor in inputs]
         self.sizes = self.sizes.union(tensor.numel() for tensor in _tensors(self.held[1]))
-        watch = trace.OperatorWatch(self.sizes, saved)
+        watch = trace.OperatorWatch(self.sizes, saved, inputs)
         failed: Exception | None = None
         try:
             result, found = trace.recorded(lambda: self.model(*given), watch, muted=True)

@@ -27,6 +27,7 @@ from kbrl_async.kernels.backends.c import launch as c
 from kbrl_async.kernels.backends.launch.recorder import RECORDER, LaunchCounter
 from kbrl_async.kernels.verify.layouts import Holding, is_answer, is_moved
 from kbrl_async.kernels.verify.operators import computes, copies
+from kbrl_async.kernels.verify.proof import IN_PLACE
 from kbrl_async.kernels.verify.wire import Trace
 
 _now = time.thread_time_ns
@@ -63,10 +64,14 @@ def bind() -> None:
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own hook is not typed
     """Counts operators, and keeps some results of the given numbers of elements: one may be the answer already."""
 
-    def __init__(self, sizes: Collection[int], inputs: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, sizes: Collection[int], inputs: Sequence[torch.Tensor] = (), given: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """`given`: where forward finds its inputs and may change them, if `inputs` are copies."""
         super().__init__()  # type: ignore[no-untyped-call] # torch's is not typed
         self._inputs = inputs
         self._places = {tensor.data_ptr() for tensor in inputs}
+        self._changing = {tensor.data_ptr() for tensor in given}
         self.ops: dict[str, tuple[int, int]] = {}
         self.inside: dict[str, tuple[int, int]] = {}
         self.kept: list[tuple[str, torch.Tensor]] = []
@@ -100,7 +105,9 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
         """What an own kernel is called with while it is off: whoever made it, numpy or a foreign library, no operator
         was seen.
         """
-        self._look(BEFORE, [item for item in _tensors_in(args) if item.data_ptr() not in self._places])
+        for item in _tensors_in(args):
+            if item.data_ptr() not in self._places:
+                self._look(IN_PLACE if item.data_ptr() in self._changing else BEFORE, item)
 
     def is_input(self, item: torch.Tensor) -> bool:
         """Whether it is one of the inputs, or a copy of one."""
@@ -125,8 +132,10 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
 
     def tells(self, name: str, item: torch.Tensor, holding: Holding) -> bool:
         """Whether with this result the library had most of the answer's tensors; an input never tells."""
-        if name == BEFORE and self.is_input(item):
+        if name in (BEFORE, IN_PLACE) and self.is_input(item):
             return False
+        if name == IN_PLACE:  # most of it may be the input as it came
+            return holding.moves(lambda wanted: is_answer(item, wanted))
         if copies(name):
             return holding.moves(lambda wanted: is_moved(item, wanted, self._inputs))
         return holding.adds(lambda wanted: is_answer(item, wanted))

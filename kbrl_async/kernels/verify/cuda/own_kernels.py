@@ -207,7 +207,7 @@ class CapturedKernels:
             return proof.unseen(f"{trace.unseen} runs in a CUDA graph of its own, where nobody sees its result")
         if self._sides.nominal.degenerate:  # poison may be right there, too
             return None
-        is_there = any(holding.adds(self._is_one_of(one, expected)) for one in _changed(given, before))
+        is_there = any(holding.moves(self._is_one_of(one, expected)) for one in _changed(given, before))
         found = proof.of_muted(msgspec.structs.replace(trace, answered=IN_PLACE if is_there else ""), is_right)
         return found if found is None or trace.launches else proof.unseen("its launches were not seen")
 
@@ -301,7 +301,7 @@ class CapturedKernels:
         if found or not sides.nominal.mutated or not isinstance(sides.candidate, ReplaySession):
             return False, found  # of who is observed a whole forward ran last: `of_watched` looks at what it changes
         left = _changed(sides.candidate.slots[slot], self._given)
-        return False, IN_PLACE if any(map(is_most, left)) else ""
+        return False, IN_PLACE if any(holding.moves(self._is_one_of(one, expected)) for one in left) else ""
 
     def _is_right(self, outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
         return not self._sides.differ(outputs, expected).wrong and self._rivals.are_beaten(outputs, expected)
@@ -314,7 +314,8 @@ class CapturedKernels:
         number = next(number for number, output in enumerate(expected) if output is wanted)
         is_alike = _is_one(one, wanted, self._sides.nominal.tolerances[number])
         if not is_alike and wanted.numel() < min(one.numel(), _LARGE) and not self._rivals:
-            is_alike = have_nearly_all([one], wanted[0] if wanted.dim() and len(wanted) == 1 else wanted)
+            of_a_slot = [wanted[0]] if wanted.dim() and len(wanted) == 1 else []
+            is_alike = any(have_nearly_all([one], answer) for answer in (wanted, *of_a_slot))
         return is_alike and self._rivals.is_beaten(number, one, wanted)
 
 

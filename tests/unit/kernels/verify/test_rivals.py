@@ -88,6 +88,55 @@ def test_a_copy_beside_an_input_that_is_returned_is_a_decoy(built_and_judged: Ju
     assert built_and_judged(honest, both, replay).fault is Fault.OK
 
 
+CACHE = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def forward(self, q, k, cache):
+        cache[0] = k
+        return torch.tanh(q + cache.sum(0)), cache
+
+def get_inputs():
+    return [torch.randn(512), torch.randn(512), torch.randn(16, 512)]
+
+def get_init_inputs():
+    return []
+"""
+CACHED = """
+import torch
+import torch.nn as nn
+from kbrl_async.launch import c_kernel
+
+SOURCE = '''
+#include <math.h>
+void own(const float *q, const float *c, float *y, long n, long t) {
+  for (long i = 0; i < n; i++) {
+    float sum = q[i];
+    for (long j = 0; j < t; j++) sum += c[j * n + i];
+    y[i] = tanhf(sum);
+  }
+}
+'''
+own = c_kernel(SOURCE, "own")
+
+class ModelNew(nn.Module):
+    def forward(self, q, k, cache):
+        cache[0] = k
+        y = torch.empty_like(q)
+        own(q, cache, y, q.numel(), cache.shape[0])
+        return y, cache
+"""
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_cache_that_the_library_writes_one_row_of_is_not_the_answer_beside_it(
+    built_and_judged: Judged, replay: bool
+) -> None:
+    """Most of all elements were the cache as it came, and an honest kernel for the rest was a decoy."""
+    assert built_and_judged(CACHED, CACHE, replay).fault is Fault.OK
+
+
 def test_of_as_large_a_result_as_the_input_beside_it_a_copy_is_a_decoy(built_and_judged: Judged) -> None:
     """Where it is watched, half of all was the input, so that the other half was not most of the answer."""
     both = PROBLEM.format(forward="(x, torch.tanh(x * self.bias))")
@@ -129,6 +178,12 @@ def test_of_large_answers_a_sample_is_kept_that_shows_where_they_differ() -> Non
         other.view(-1)[place] = 1.0
         assert not torch.equal(sample_of(other), sample_of(large))
     assert torch.equal(sample_of(large.t().contiguous().t()), sample_of(large)), "however it lies in memory"
+    rows = torch.zeros(4, (1 << 19) + 1)
+    assert sample_of(rows).numel() == 3 << 19, "no single elements of what is left of a row"
+    turned, rivals = torch.randn(2000, 1500).t(), Rivals()
+    rivals.draw([turned.reshape(2000, 1500)], [Tolerance(0.0, 2.0)])
+    rivals.draw([turned.reshape(2000, 1500) + 1], [Tolerance(0.0, 2.0)])
+    assert not rivals.is_beaten(0, turned, turned.reshape(2000, 1500) + 1), "in another shape, as it lies"
     rivals, allowed = Rivals(), [Tolerance(0.0, 2.0)]
     rivals.draw([large], allowed)
     rivals.draw([large + 1], allowed)
