@@ -452,9 +452,14 @@ def test_where_an_answer_to_other_inputs_is_right_too_only_a_nearer_one_accuses(
     assert (finding.rule, looks) == ("decoy_kernel", 4)
 
 
-def test_an_answer_within_a_larger_result_is_the_librarys() -> None:
+@pytest.mark.parametrize("is_one_row", [False, True])
+def test_an_answer_within_a_larger_result_is_the_librarys(is_one_row: bool) -> None:
+    """One row of several, or the first half of one: a batch of one is no slot."""
     wholes = [[float(n + place) ** 2 for place in range(16)] for n in range(4)]
-    larger = [[[0.5] * 16, whole, [float(n)] * 16] for n, whole in enumerate(wholes)]
+    larger = [
+        [[*whole, *[0.5] * 16]] if is_one_row else [[0.5] * 16, whole, [float(n)] * 16]
+        for n, whole in enumerate(wholes)
+    ]
     finding, looks = accused(wholes, larger, is_operators=True)
     assert finding is not None
     assert (finding.rule, looks) == ("decoy_kernel", 4)
