@@ -127,18 +127,24 @@ class Child:
         return self.call(op, 0, deadline_s)
 
 
-def watched(child: Child, keeps_sets: bool = True, right: Forward = torch.tanh) -> CapturedKernels:
+def watched(
+    child: Child,
+    keeps_sets: bool = True,
+    right: Forward = torch.tanh,
+    is_mutated: bool = False,
+    draw: Callable[[], torch.Tensor] | None = None,
+) -> CapturedKernels:
     session = cast(Any, CudaSession.__new__(CudaSession))
     session.slots, session.call, session.watched_forward = [[child.place]], child.call, child.watched_forward
     reference, sides = Mock(slots=[[torch.zeros_like(child.place)]]), Mock(limit_s=1.0)
     reference.call = lambda *given: Mock(tensors=[right(reference.slots[0][0])])
     reference.look = lambda answer: answer
-    sides.nominal.degenerate = sides.nominal.mutated = False
+    sides.nominal.degenerate, sides.nominal.mutated = False, is_mutated
     sides.nominal.tolerances = ALLOWED
     sides.reference, sides.candidate = reference, session
 
     def fill(slots: list[int]) -> None:
-        child.place.copy_(torch.randn_like(child.place))
+        child.place.copy_(torch.randn_like(child.place) if draw is None else draw())
         reference.slots[0][0].copy_(child.place)
 
     sides.fill = fill
@@ -265,20 +271,14 @@ def test_nor_where_other_inputs_are_the_same_ones(fills: int) -> None:
         RECORDER.call("own", lambda: y.copy_(torch.from_numpy(np.tanh(x.numpy()))))
         return y
 
-    child = Child(in_memory)
-    kernels = watched(child)
-    sides = cast(Any, kernels)._sides
     draws = [torch.randn(64), torch.randn(64)]
 
-    def fill(slots: list[int]) -> None:
+    def draw() -> torch.Tensor:
         """First another one, then the one that is asked about; and that again, `fills` times of which one is not."""
         filled.append(0)
-        inputs = draws[len(filled) == 1 or (len(filled) - 2) % fills == fills - 1]
-        child.place.copy_(inputs)
-        sides.reference.slots[0][0].copy_(inputs)
+        return draws[len(filled) == 1 or (len(filled) - 2) % fills == fills - 1]
 
-    sides.fill = fill
-    found = kernels.of_watched()
+    found = watched(Child(in_memory), draw=draw).of_watched()
     assert found is None if fills == 4 else found is not None and found.fault is Fault.UNPROVEN
 
 
@@ -293,9 +293,7 @@ def test_what_the_library_leaves_in_an_input_is_looked_at_where_it_is_only_watch
             return own(x, lambda found: found)
         return own(x, lambda found: torch.from_numpy(np.concatenate([found[:1].numpy(), 2 * found[1:].numpy()])))
 
-    kernels = watched(Child(in_place), right=right)
-    cast(Any, kernels)._sides.nominal.mutated = True
-    found = kernels.of_watched()
+    found = watched(Child(in_place), right=right, is_mutated=True).of_watched()
     assert (found and (found.rule, found.fault)) == (None if is_honest else ("decoy_kernel", Fault.CHEATING))
 
 
