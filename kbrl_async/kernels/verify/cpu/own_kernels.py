@@ -158,10 +158,7 @@ class OwnKernels:
                 place(session, slot, input_set)
             trace = session.call(wire.OP_SHADOWED, 0, _SHADOWS_S + _SHADOW_CALLS * self._checker.one_call_s).trace
         except CandidateFault as fault:
-            if fault.by is self._checker.reference.session:
-                raise
-            if fault.rule == FORGED:
-                self._checker.fault = self._checker.fault or fault
+            self._note(fault)
             return proof.unseen(f"a call in which its operators are done again failed: {fault.text}")
         return proof.of_shadows(trace.answered) if trace is not None and trace.answered else None
 
@@ -205,14 +202,19 @@ class OwnKernels:
 
     def _shown_by(self, fault: CandidateFault) -> proof.Finding | None:
         """By a call without its kernels that fails or hangs: it needs them, which is all that is asked here, unless
-        there was no memory for the call. What no honest process sends, whatever is missing in it, is a fault. Where the
-        reference fails, nothing is shown of the candidate.
+        there was no memory for the call.
+        """
+        self._note(fault)
+        return proof.unseen(f"{_SHORT}: {fault.text}") if fault.kind is Fault.OUT_OF_MEMORY else None
+
+    def _note(self, fault: CandidateFault) -> None:
+        """What no honest process sends, whatever is missing in it, is a fault of its own. Where the reference fails,
+        nothing is shown of the candidate, and that is raised again.
         """
         if fault.by is self._checker.reference.session:
             raise fault
         if fault.rule == FORGED:
             self._checker.fault = self._checker.fault or fault
-        return proof.unseen(f"{_SHORT}: {fault.text}") if fault.kind is Fault.OUT_OF_MEMORY else None
 
     def _found_without(self, session: Session, input_set: InputSet) -> proof.Finding | None:
         session.call(wire.OP_POISON_ON, 0, self._checker.one_call_s)

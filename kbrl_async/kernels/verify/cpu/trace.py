@@ -160,7 +160,7 @@ class AnswerWatch(OperatorWatch):  # type: ignore[no-untyped-call] # as above
     ) -> None:
         """`only_inside`: of what own kernels call."""
         super().__init__({tensor.numel() for tensor in answer}, inputs)
-        self._answer, self._only_inside = answer, only_inside
+        self._only_inside = only_inside
         self._holding = Holding(answer, inputs)
         self.answered = ""
 

@@ -187,7 +187,8 @@ class CapturedKernels:
         assert isinstance(candidate, CudaSession)
         answer, expected, inside = self._known_answer(candidate)
         given = candidate.slots[0] if self._sides.nominal.mutated else []
-        before, holding = [sample_of(one).clone() for one in given], Holding(expected, given)
+        before = [sample_of(one).clone() for one in given]
+        holding = Holding(expected if given else [], given)  # by the inputs as they come
         try:
             muted = candidate.watched_forward(wire.OP_MUTED, answer, 2 * self._sides.limit_s)
             trace = without_chance(muted.trace) if self._sides.nominal.degenerate else muted.trace
@@ -207,8 +208,8 @@ class CapturedKernels:
             return proof.unseen(f"{trace.unseen} runs in a CUDA graph of its own, where nobody sees its result")
         if self._sides.nominal.degenerate:  # poison may be right there, too
             return None
-        is_there = any(holding.moves(self._is_one_of(one, expected)) for one in _changed(given, before))
-        found = proof.of_muted(msgspec.structs.replace(trace, answered=IN_PLACE if is_there else ""), is_right)
+        answered = self._left_in(_changed(given, before), expected, holding)
+        found = proof.of_muted(msgspec.structs.replace(trace, answered=answered), is_right)
         return found if found is None or trace.launches else proof.unseen("its launches were not seen")
 
     def _known_answer(self, candidate: CudaSession) -> tuple[list[torch.Tensor], list[torch.Tensor], str]:
@@ -300,8 +301,11 @@ class CapturedKernels:
         found = sides.candidate.answered(is_most, slot, is_all_moved)
         if found or not sides.nominal.mutated or not isinstance(sides.candidate, ReplaySession):
             return False, found  # of who is observed a whole forward ran last: `of_watched` looks at what it changes
-        left = _changed(sides.candidate.slots[slot], self._given)
-        return False, IN_PLACE if any(holding.moves(self._is_one_of(one, expected)) for one in left) else ""
+        return False, self._left_in(_changed(sides.candidate.slots[slot], self._given), expected, holding)
+
+    def _left_in(self, changed: list[torch.Tensor], expected: list[torch.Tensor], holding: Holding) -> str:
+        """`IN_PLACE` where all that is expected and was not held yet lies in these inputs."""
+        return IN_PLACE if any(holding.moves(self._is_one_of(one, expected)) for one in changed) else ""
 
     def _is_right(self, outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
         return not self._sides.differ(outputs, expected).wrong and self._rivals.are_beaten(outputs, expected)

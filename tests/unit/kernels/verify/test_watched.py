@@ -32,13 +32,25 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 ALLOWED = [Tolerance(1e-4, 1e-4)]
 
 
-def own(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """An own kernel, launched as each launcher does it."""
-    y = torch.empty_like(x).fill_(7.0)
+def launched(x: torch.Tensor, y: torch.Tensor, function: Forward) -> torch.Tensor:
+    """An own kernel that writes into `y`, as each launcher does it."""
     if RECORDER.tape is not None:
         RECORDER.tape("own", (x, y), [])
     RECORDER.call("own", lambda: y.copy_(function(x)))
     return y
+
+
+def own(x: torch.Tensor, function: Forward) -> torch.Tensor:
+    return launched(x, torch.empty_like(x).fill_(7.0), function)
+
+
+def copied(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def tanh_unseen(x: torch.Tensor) -> torch.Tensor:
+    """By none of the library's operators."""
+    return torch.from_numpy(np.tanh(x.numpy()))
 
 
 def decoy(x: torch.Tensor) -> torch.Tensor:
@@ -180,17 +192,11 @@ def test_memory_that_torch_hands_out_again_is_no_answer(answers: int) -> None:
     """
     pool, own_outputs = Pool(), [torch.zeros(64) for _ in range(answers)]
 
-    def in_memory(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if RECORDER.tape is not None:
-            RECORDER.tape("own", (x, y), [])
-        RECORDER.call("own", lambda: y.copy_(torch.from_numpy(np.tanh(x.numpy()))))
-        return y
-
     def keeps_its_outputs(x: torch.Tensor) -> torch.Tensor:
         own_outputs.append(own_outputs.pop(0))
-        return in_memory(own_outputs[-1], x)
+        return launched(x, own_outputs[-1], tanh_unseen)
 
-    assert found_of(lambda x: in_memory(pool.empty(), x)) is None
+    assert found_of(lambda x: launched(x, pool.empty(), tanh_unseen)) is None
     assert found_of(keeps_its_outputs) is None
 
 
@@ -204,11 +210,7 @@ def test_nor_is_it_one_where_the_answer_to_other_inputs_is_right() -> None:
     pool = Pool()
 
     def copies_its_input(x: torch.Tensor) -> torch.Tensor:
-        y = pool.empty()
-        if RECORDER.tape is not None:
-            RECORDER.tape("own", (x, y), [])
-        RECORDER.call("own", lambda: y.copy_(x))
-        return torch.from_numpy(hardly_moves(y).numpy())
+        return torch.from_numpy(hardly_moves(launched(x, pool.empty(), copied)).numpy())
 
     def a_decoy(x: torch.Tensor) -> torch.Tensor:
         return own(hardly_moves(x), lambda found: found)
@@ -226,11 +228,7 @@ def test_what_is_no_nearer_than_the_answer_to_other_inputs_needs_its_kernel() ->
     pool = Pool()
 
     def copies_its_input(x: torch.Tensor) -> torch.Tensor:
-        y = pool.empty()
-        if RECORDER.tape is not None:
-            RECORDER.tape("own", (x, y), [])
-        RECORDER.call("own", lambda: y.copy_(x))
-        return moves_within(y)
+        return moves_within(launched(x, pool.empty(), copied))
 
     assert found_of(copies_its_input, right=moves_within) is None
 
@@ -247,11 +245,7 @@ def test_nor_where_that_is_right_of_some_draws_only() -> None:
         pool = Pool()
 
         def copies_its_input(x: torch.Tensor) -> torch.Tensor:
-            y = pool.empty()
-            if RECORDER.tape is not None:
-                RECORDER.tape("own", (x, y), [])
-            RECORDER.call("own", lambda: y.copy_(x))
-            return torch.from_numpy(moves_a_little(y).numpy())
+            return torch.from_numpy(moves_a_little(launched(x, pool.empty(), copied)).numpy())
 
         found = found_of(copies_its_input, right=moves_a_little)
         return None if found is None else found.fault
@@ -265,11 +259,7 @@ def test_nor_where_other_inputs_are_the_same_ones(fills: int) -> None:
     pool, filled = Pool(), list[int]()
 
     def in_memory(x: torch.Tensor) -> torch.Tensor:
-        y = pool.empty()
-        if RECORDER.tape is not None:
-            RECORDER.tape("own", (x, y), [])
-        RECORDER.call("own", lambda: y.copy_(torch.from_numpy(np.tanh(x.numpy()))))
-        return y
+        return launched(x, pool.empty(), tanh_unseen)
 
     draws = [torch.randn(64), torch.randn(64)]
 
