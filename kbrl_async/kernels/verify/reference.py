@@ -23,6 +23,7 @@ from kbrl_async.kernels.verify import compare, values, wire
 from kbrl_async.kernels.verify.cpu.replay import CpuReplays, CpuReplaySession, Judging
 from kbrl_async.kernels.verify.forecast import forecast
 from kbrl_async.kernels.verify.fresh import Pool
+from kbrl_async.kernels.verify.hoarding import Crowded
 from kbrl_async.kernels.verify.input_set import InputSet, place
 from kbrl_async.kernels.verify.inputs import host_bytes, kinds_for
 from kbrl_async.kernels.verify.known import AskedSet, Draws, Held, Recent, Redrawn, Sizes, outlines, size_of
@@ -84,6 +85,9 @@ class Reference:
         self.ready = self.session.ready
         try:
             self.refresh()
+        except Crowded:
+            self.retire()
+            raise
         except BaseException:
             self.close()
             raise

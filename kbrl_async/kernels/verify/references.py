@@ -63,7 +63,7 @@ class References:
         try:
             reference.refresh()
         except Crowded:  # others have taken memory meanwhile; whoever makes it anew waits for them
-            reference.close()
+            reference.retire()
             return None
         except OSError as error:  # its child was killed, and the way to it is closed
             reference.close()

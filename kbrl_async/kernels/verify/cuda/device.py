@@ -23,7 +23,7 @@ from kbrl_async.kernels.verify import fused, proof
 from kbrl_async.kernels.verify.cuda.health import GpuHealth
 from kbrl_async.kernels.verify.cuda.passes import Passes
 from kbrl_async.kernels.verify.cuda.prewarmed import LIFE_S, PrewarmedChildren
-from kbrl_async.kernels.verify.cuda.reference import CudaReference, DoesNotFit, make_room, room_kept
+from kbrl_async.kernels.verify.cuda.reference import CudaReference, DoesNotFit, make_room, retire, room_kept
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
 from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory, Unreplayable
 from kbrl_async.kernels.verify.cuda.session import CudaSession
@@ -137,12 +137,13 @@ class CudaDevice(Device):
             self.spares = PrewarmedChildren(zygote, options.limits, options.device)
             lasting = msgspec.structs.replace(options.limits, cpu_s=LIFE_S)
             self.homes = PrewarmedChildren(zygote, lasting, options.device)
+        retire(kept, max(0, options.references - 1), self.homes)
         self.homes.refill()
         self._replays_for(zygote, options).refill()  # they start while the reference is made
         if not make_room(kept, options, self.homes):
             self.give_back()
         made = self._made(zygote, problem, options, rng, kept, tick)
-        if len(kept) < options.references:  # else the one that makes room for this one leaves its process to the next
+        if len(kept) + 1 < options.references:  # else the one that goes for the next one leaves it its process
             self.homes.refill()
         return made
 
@@ -165,7 +166,7 @@ class CudaDevice(Device):
         has_run_out = False
         while True:
             failed: tuple[str, str] | None = None
-            claim = self.claim_beside(sum(family.device_bytes for family in kept.values()))
+            claim = self.claim_beside(kept)
             wanted = 0
             try:
                 return CudaReference(zygote, problem, options, rng, self.homes, self.spares, tick, claim)
@@ -175,7 +176,7 @@ class CudaDevice(Device):
                 wanted = crowded.size
             while kept:  # by now the error's frames, which hold what there was of it, are gone
                 kept.popitem(last=False)[1].close()
-            self.give_back()
+            self.give_back(keeps_processes=failed is None)
             if failed and has_run_out:
                 raise self._for_want_of_memory(*failed)
             has_run_out = has_run_out or failed is not None
@@ -201,9 +202,21 @@ class CudaDevice(Device):
     def _others(self) -> list[Other]:
         return [] if self.reservations is None else self.reservations.others
 
-    def claim_beside(self, kept: int) -> Callable[[int], None]:
+    def claim_beside(self, kept: OrderedDict[str, Family]) -> Callable[[int], None]:
+        """Asked for beside the references that are kept; where others leave too little for that, these go, and then
+        what the last candidates were recorded and replayed in. Processes stay: making one takes longer.
+        """
+
         def claim(size: int) -> None:
-            if not self.may_use(size + kept):
+            if self.may_use(size + sum(family.device_bytes for family in kept.values())):
+                return
+            if self.homes is not None:
+                retire(kept, 0, self.homes)
+            if self.may_use(size):
+                return
+            if self.replays is not None:
+                self.replays.shrink()
+            if not self.may_use(size):
                 raise Crowded(size + self._arenas)
 
         return claim
@@ -249,13 +262,15 @@ class CudaDevice(Device):
             if kept and is_asked:
                 return False
             if is_asked:
-                self.give_back()
+                self.give_back(keeps_processes=True)
         reservations.hold(kept + self._arenas)
         return True
 
-    def give_back(self) -> None:
-        """All memory that can be had again."""
-        if self.replays is not None:
+    def give_back(self, keeps_processes: bool = False) -> None:
+        """All memory that can be had again; or all that is in anybody's plan."""
+        if self.replays is not None and keeps_processes:
+            self.replays.shrink()
+        elif self.replays is not None:
             self.replays.give_back()
             self.replays.give_back_players()
         for spares in (self.homes, self.spares):

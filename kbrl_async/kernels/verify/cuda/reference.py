@@ -376,10 +376,18 @@ def room_kept(options: BenchOptions) -> float:
 def make_room(kept: OrderedDict[str, Family], options: BenchOptions, homes: PrewarmedChildren) -> bool:
     """Close the references used longest ago until the GPU has room for another; whether it has."""
     while not (has_room := _is_free(options)) and kept:
-        kept.popitem(last=False)[1].retire()
-        homes.settle()
-        homes.dying.close()  # until then the driver has its memory
+        retire(kept, len(kept) - 1, homes)
     return has_room
+
+
+def retire(kept: OrderedDict[str, Family], count: int, homes: PrewarmedChildren) -> None:
+    """Close the references used longest ago until so many are kept, and return when their memory is there again."""
+    if len(kept) <= count:
+        return
+    while len(kept) > count:
+        kept.popitem(last=False)[1].retire()
+    homes.settle()
+    homes.dying.close()  # until then the driver has its memory
 
 
 def _is_free(options: BenchOptions) -> bool:

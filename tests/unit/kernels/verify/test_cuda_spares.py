@@ -150,13 +150,17 @@ def test_closing_ends_the_waiting_child(zygote: Zygote) -> None:
     assert zygote.children[0].is_closed
 
 
-@pytest.mark.parametrize(("kept", "started"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("kept", "started"), [(0, 2), (1, 1), (2, 1)])
 def test_no_home_is_started_where_one_comes_free(monkeypatch: pytest.MonkeyPatch, kept: int, started: int) -> None:
+    """Whoever makes room for the next one does so before that is made, and leaves it its process."""
     options = bench_options(sections.TimingBench(), "cuda:0", references=2)
     families = OrderedDict[str, Any]((str(number), Mock(device_bytes=0)) for number in range(kept))
+    before = list(families.values())
     for name in ("CudaReference", "make_room"):
         monkeypatch.setattr(device, name, Mock())
     made = device.CudaDevice("cuda:0")
     made.homes, made.spares, made.replays = (cast(Any, Mock()) for _ in range(3))
     made.reference(cast(Any, None), cast(Any, None), options, cast(Any, None), families, no_tick)
     assert cast(Any, made.homes).refill.call_count == started
+    assert list(families.values()) == before[-1:]
+    assert [one.retire.called for one in before] == [False] * kept if kept < 2 else [True, False]

@@ -147,7 +147,7 @@ def replays(monkeypatch: pytest.MonkeyPatch, may_grow: bool) -> tuple[Replays, l
             sizes.append(size)
             made.arena.size = size
 
-        made = SimpleNamespace(arena=SimpleNamespace(size=size), grow=grow)
+        made = SimpleNamespace(arena=SimpleNamespace(size=size), resize=grow)
         sizes.append(size)
         return made
 
@@ -182,6 +182,15 @@ def test_nor_does_what_is_there_already_become_larger(
     found._recorders_for(256 << 20, 0)
     found._recorders_for(256 << 20, 1 << 30)
     assert sizes == [size << 30 for size in gib]
+
+
+def test_what_is_given_up_for_others_is_memory_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, sizes = replays(monkeypatch, True)
+    kept = found._recorders_for(1 << 30, 0)
+    found.shrink()
+    assert found.device_bytes < 8 << 20
+    assert found._recorders_for(1 << 30, 0) is kept
+    assert sizes == [2 << 30, 2 << 20, 2 << 30]
 
 
 @pytest.mark.parametrize(

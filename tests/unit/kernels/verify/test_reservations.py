@@ -13,12 +13,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.verify.cuda.device import CudaDevice
 from kbrl_async.kernels.verify.cuda.reference import CudaReference, DoesNotFit
+from kbrl_async.kernels.verify.family import Family
 from kbrl_async.kernels.verify.hoarding import Crowded, NoMemory
 from kbrl_async.kernels.verify.options import no_tick
 from kbrl_async.kernels.verify.reservations import Reservations
@@ -175,6 +177,10 @@ def device(make: Make) -> CudaDevice:
     return made
 
 
+def families(*gib: int) -> OrderedDict[str, Family]:
+    return OrderedDict((str(number), cast(Any, Mock(device_bytes=one * GIB))) for number, one in enumerate(gib))
+
+
 def test_alone_a_bench_keeps_its_references(device: CudaDevice) -> None:
     assert device.may_use(60 * GIB)
     assert device.rest(20 * GIB)
@@ -231,10 +237,29 @@ def test_what_somebody_waits_for_is_given_back_however_little(device: CudaDevice
 
 def test_what_is_planned_with_is_asked_for_beside_what_is_kept(device: CudaDevice, make: Make) -> None:
     assert make().take(40 * GIB)
-    claim = device.claim_beside(20 * GIB)
+    device.homes, kept = cast(Any, Mock()), families(5, 10)
+    claim = device.claim_beside(kept)
     claim(10 * GIB)
+    assert len(kept) == 2
     with pytest.raises(Crowded):
-        claim(30 * GIB)
+        claim(40 * GIB)
+    assert not kept
+
+
+def test_before_a_claim_waits_what_is_kept_goes_and_then_what_was_recorded_in(device: CudaDevice, make: Make) -> None:
+    assert make().take(30 * GIB)
+    device.homes, kept = cast(Any, Mock()), families(20, 10)
+    replays = SimpleNamespace(device_bytes=4 * GIB, shrink=lambda: setattr(replays, "device_bytes", 0))
+    device.replays = cast(Any, replays)
+    claim, gone = device.claim_beside(kept), list(kept.values())
+    claim(30 * GIB)
+    assert not kept
+    assert all(cast(Any, one).retire.called for one in gone), "their processes serve others"
+    assert replays.device_bytes == 4 * GIB, "nobody asked for that yet"
+    claim(38 * GIB)
+    assert replays.device_bytes == 0
+    with pytest.raises(Crowded):
+        claim(45 * GIB)
 
 
 def test_a_bench_waits_its_turn_and_then_has_it(device: CudaDevice, make: Make) -> None:
@@ -263,7 +288,7 @@ def made_after(errors: list[Exception], device: CudaDevice, monkeypatch: pytest.
         return "made"
 
     monkeypatch.setattr("kbrl_async.kernels.verify.cuda.device.CudaReference", make_reference)
-    monkeypatch.setattr(device, "give_back", lambda: None)
+    monkeypatch.setattr(device, "give_back", lambda keeps_processes: None)
     monkeypatch.setattr(device, "wait_for", lambda size, tick: waited.append(size))
     device.spares = device.homes = cast(Any, object())
     given = cast(Any, (None, None, None, None, OrderedDict(), no_tick))
@@ -301,7 +326,7 @@ def test_a_problem_is_too_large_only_where_others_do_not_hold_the_memory(
     make()
     device._memory_share = share
     for name in ("give_back", "wait_for"):
-        monkeypatch.setattr(device, name, lambda *_: None)
+        monkeypatch.setattr(device, name, lambda *_, **__: None)
     device.give_way(no_tick)
     monkeypatch.setattr(device, "free", lambda: free * GIB)
     with pytest.raises(told) as found:

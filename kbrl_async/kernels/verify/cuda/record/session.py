@@ -90,7 +90,7 @@ class Recorders:
         self._dying.close()
         self.arena.close()
 
-    def grow(self, arena_bytes: int) -> None:
+    def resize(self, arena_bytes: int) -> None:
         """The next candidate gets so much memory: in the same process, unless something that it has served is still in
         the old.
         """

@@ -36,6 +36,8 @@ _LEAST_BYTES = 1 << 30
 _MOST_SHARE = 0.25
 """Of the GPU's memory, for one arena; there are two, a recorder's and a player's."""
 _BESIDE = 512 << 20
+_LITTLE = 2 << 20
+"""Of an arena between two candidates, where others want the memory."""
 _SECONDS = 128
 """Candidates that the second recorder serves at most: only those with something against them come to it, and each that
 is drawn to be recorded alone (`BenchOptions.alone_share`) ends it sooner."""
@@ -238,7 +240,7 @@ class Replays:
             if known is None:
                 self._seconds = known = Recorders(self._spares, self._device, size, _SECONDS)
             elif known.arena.size != size:
-                known.grow(size)
+                known.resize(size)
         except CudaError:
             self._give_back_second()
             return None
@@ -298,7 +300,7 @@ class Replays:
                 self.give_back()
                 known = Recorders(self._spares, self._device, wanted, self._most_served)
             else:
-                known.grow(wanted)
+                known.resize(wanted)
         except CudaError as error:
             self.give_back()
             raise ShortOfMemory(f"there is no memory to record it in ({error})") from error
@@ -328,6 +330,17 @@ class Replays:
         if self._recorders is not None:
             self._recorders.close()
             self._recorders = None
+
+    def shrink(self) -> None:
+        """The same, but for processes, which wait for the next candidate with next to no memory."""
+        self._give_back_second()
+        try:
+            if self._recorders is not None:
+                self._recorders.resize(_LITTLE)
+            self._host.shrink(_LITTLE)
+        except CudaError:
+            self.give_back()
+            self.give_back_players()
 
     def give_back_players(self) -> None:
         """Between two candidates, what they were replayed in."""

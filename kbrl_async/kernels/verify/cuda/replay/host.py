@@ -203,6 +203,20 @@ class ReplayHost:
             self._arena.close()
             self._arena = None
 
+    def shrink(self, size: int) -> None:
+        """Between two candidates: no more than so much memory, in the same process.
+
+        :raises CudaError: not even that is there.
+        """
+        if self._arena is None or self._arena.size <= size:
+            return
+        self._arena.close()
+        self._arena, self._is_spoilt = None, False
+        self._arena = DeviceArena.new(size, torch.device(self._device))
+        if self._player is not None:
+            with contextlib.suppress(InfraError):
+                self._with_arena()
+
     def unload(self) -> None:
         """After a candidate. A player whose known kernel is wrong, or far too slow, is replaced."""
         self._loaded = None

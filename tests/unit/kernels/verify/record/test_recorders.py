@@ -193,7 +193,7 @@ def test_more_memory_is_for_the_same_process_unless_something_is_left_in_the_old
     recorders, zygote = start(lambda process: RIGHT)
     record(recorders)
     recorders._left = left
-    recorders.grow(1 << 22)
+    recorders.resize(1 << 22)
     assert recorders.arena.size == 1 << 22
     record(recorders)
     assert [process.served for process in zygote.processes] == served
@@ -204,7 +204,7 @@ def test_a_process_that_takes_no_more_memory_is_replaced(start: Start) -> None:
     recorders, zygote = start(lambda process: None if process.served > 1 else RIGHT)
     record(recorders)
     assert record(recorders).refused
-    recorders.grow(1 << 22)
+    recorders.resize(1 << 22)
     assert record(recorders) == RIGHT
     assert [process.served for process in zygote.processes] == [2, 1]
 
@@ -221,7 +221,7 @@ def test_where_there_is_no_memory_beside_the_old_the_process_that_holds_it_goes(
         return Arena(size)
 
     monkeypatch.setattr(Arena, "new", new)
-    recorders.grow(1 << 22)
+    recorders.resize(1 << 22)
     assert record(recorders) == RIGHT
     assert [process.served for process in zygote.processes] == [1, 1]
 
