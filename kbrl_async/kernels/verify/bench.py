@@ -106,7 +106,7 @@ class Bench:
         fast kernels would seem impossible.
         """
         self.peaks = self.options.peaks
-        self._plan = ""
+        self._plan, self._is_short = "", False
         """Of the last candidate that was right on its input sets."""
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class Bench:
             try:
                 family, verdict, timed = self._judged_by(job)
                 is_first = left == _TRIES - 1
-                if not (_is_for_want_of_memory(verdict) and is_first and self._device.has_neighbours):
+                if not (self._is_for_want_of_memory(verdict) and is_first and self._device.has_neighbours):
                     break
             except NoMemory:
                 if not left:
@@ -174,6 +174,14 @@ class Bench:
                 self.references.give_way(job.tick, is_last=left == 1)
             job.clock.forget(0)
         return family, verdict, timed
+
+    def _is_for_want_of_memory(self, verdict: Verdict) -> bool:
+        """Whether others may be why: what finds none, or is wrong where there was too little, or too little to record
+        it, since a library that finds less than it likes goes a way that rounds otherwise.
+        """
+        is_large = verdict.trust == OBSERVED and "memory" in verdict.trust_reason
+        is_wrong = verdict.fault is Fault.INCORRECT and (is_large or self._is_short)
+        return is_wrong or verdict.fault is Fault.OUT_OF_MEMORY
 
     def _family(self, problem: Problem, tick: Tick) -> Family:
         """A reference holds no foreign code. One that crashes may stand for a damaged sandbox, so that is replaced."""
@@ -192,7 +200,7 @@ class Bench:
         key = job.group, job.candidate.source
         known = family.timings.get(key) if job.timing and job.group else None
         equal, done = (known.timing, known.steps) if known is not None else (None, "")
-        self._plan = ""
+        self._plan, self._is_short = "", False
         try:
             verdict, timed = self._on_all(
                 family, msgspec.structs.replace(job, timing=job.timing and equal is None), equal
@@ -301,6 +309,8 @@ class Bench:
                 raise NoMemory(f"no memory on {self.device} ({error})"[:300], "Give the bench more of it") from error
             return verdict_of(checker), None
         finally:
+            both = checker.session, checker.reference.session
+            self._is_short |= any(one is not None and one.is_short for one in both)
             pid = checker.session.host_pid if checker.session is not None else 0
             checker.close()
             if checker.fault is not None:
@@ -367,7 +377,7 @@ class Bench:
             return False
         with contextlib.suppress(CandidateFault, InfraError, RuntimeError):
             session.call(wire.OP_FREE, 0, checker.one_call_s)
-        needed, before = reference.device_bytes, self._device.free() or 0
+        needed, before = reference.device_bytes + reference.inside, self._device.free() or 0
         told = self._device.held(session.host_pid)
         checker.close()
         fault = CandidateFault(Fault.OUT_OF_MEMORY, "it keeps so much memory of the GPU that none is left to judge it")
@@ -425,14 +435,6 @@ class Bench:
         finally:
             stopwatch.close()
             reference.release(twin)
-
-
-def _is_for_want_of_memory(verdict: Verdict) -> bool:
-    """Whether others may be why: what finds none, or is wrong where there is too little to record it, since a library
-    that finds less than it likes goes a way that rounds otherwise.
-    """
-    is_large = verdict.trust == OBSERVED and "memory" in verdict.trust_reason
-    return verdict.fault is Fault.OUT_OF_MEMORY or (verdict.fault is Fault.INCORRECT and is_large)
 
 
 def _is_clearly_slower(timed: Timing, options: BenchOptions) -> bool:

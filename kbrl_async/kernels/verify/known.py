@@ -98,6 +98,13 @@ class Sizes(msgspec.Struct, frozen=True):
         """Whether `memory` bytes, of which others want some, are enough to keep all sets."""
         return self.kept(draws, slots) <= _ALL_SHARE * memory
 
+    def plan(self, memory: int, draws: int, slots: int) -> tuple[bool, bool, int]:
+        """Whether all sets are kept, whether the reference is run in fp64, and the peak of that."""
+        if self.are_kept(memory, draws, slots):
+            return True, self.widened <= memory, self.kept(draws, slots)
+        widens = self.widened <= memory
+        return False, widens, self.widened if widens else self.asked
+
     def refuse(self, problem_id: str, memory: int) -> None:
         """:raises ProblemError: one set at a time does not fit either."""
         if self.asked <= memory:

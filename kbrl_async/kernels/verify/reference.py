@@ -75,8 +75,9 @@ class Reference:
         self.examples: list[torch.Tensor] = []
         self.wanted: list[torch.Tensor] = []
         self._replays = CpuReplays(options)
-        self.needed = 0
-        """Bytes at the peak of a verification, as predicted."""
+        self.needed = self.inside = 0
+        """Bytes: at the peak of a verification, as predicted; and of a GPU, what its forward takes beside what it is
+        given and what it answers."""
         try:
             self.session = self._begin(zygote) if first is None else self._shared(first)
         except CandidateFault as fault:
@@ -328,8 +329,9 @@ class Reference:
             more = {"drawn": self.drawn_beside, "owned": owned, "apart": self.kept_draws, "wide": max(1, wide)}
             sizes = msgspec.structs.replace(sizes, **more)
         sizes.refuse(self.problem.problem_id, memory)
-        self.keeps_sets &= sizes.are_kept(memory, self._options.pool, self._options.slots)
-        self.widens &= sizes.widened <= memory
+        may_keep, may_widen, _ = sizes.plan(memory, self._options.pool, self._options.slots)
+        self.keeps_sets &= may_keep
+        self.widens &= may_widen
         asked = sizes.widened if self.widens else sizes.asked
         self.needed = sizes.kept(self._options.pool, self._options.slots) if self.keeps_sets else asked
         return self.keeps_sets, self.widens

@@ -31,9 +31,10 @@ LIMIT_S = 600.0
 _LOOK_S = 0.05
 _SHARE = 15 / 16
 """Of a GPU that may be planned with: contexts of idle processes are in nobody's plan."""
-_CONTEXTS = 4 << 30
+_CONTEXTS = 5 << 30
 """What another verifier has beside all plans: contexts of its bench and of the processes that it keeps ready, .7 to .9
-GB each. Four verifiers on 80 GB met "out of memory" in 7 of 60 problems of KernelBench without it.
+GB each. Four verifiers on 80 GB met "out of memory" in 7 of 60 problems of KernelBench without it, and with 4 GiB in 3
+of 16 that plan with 32 to 48 GiB.
 """
 _SMALL = 1 << 30
 """Less than this is nobody's concern, and costs no look at the others."""
@@ -72,6 +73,12 @@ class Reservations:
         """From now on it plans with no more than this. Less needs nobody's leave."""
         if size < self.held:
             self._write(size, 0, 0)
+
+    def is_room_beside(self, wanted: int) -> bool:
+        """Whether all verifiers' contexts have room beside `wanted`, and what any other has or waits for."""
+        others = self.others
+        largest = max(wanted, *(max(other.held, other.wanted) for other in others), 0)
+        return min(largest, self.total) + (len(others) + 1) * _CONTEXTS <= self.whole
 
     @staticmethod
     def is_concern(size: int) -> bool:

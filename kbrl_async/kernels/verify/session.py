@@ -82,6 +82,9 @@ class Judged(Protocol):
     """Whether what `read` gives lies where it was written."""
     is_shared: bool
     """Whether a process that had served others had a part in it: then what counts is found out once more without."""
+    is_short: bool
+    """Whether in any call so far a library found too little memory of the device, and may have gone a way that rounds
+    otherwise."""
     plan: str
     """A digest of the steps of a replay, the same in every process that has recorded the same work; empty: none."""
 
@@ -106,6 +109,9 @@ class ForwardOutcome(msgspec.Struct, frozen=True):
     worked_ns: int = 0
     """CPU time of the child from before the order until it stood still: work that it does before its order came, or
     after its answer, is in here and not in `elapsed_ns`."""
+    inside: int = 0
+    is_short: bool = False
+    """Both as in `wire.Done`."""
 
     def parts(self) -> tuple[ForwardOutcome, dict[str, wire.TensorMeta]]:
         """Of a replay with own kernels off: its outputs, and what operators computed by number and name.
@@ -137,7 +143,7 @@ class Session:
     ) -> None:
         self._child: Child = self._spawn(zygote, setup, fds, limits)
         self._frozen = False
-        self.trust_reason, self.is_shared, self.plan = "", False, ""
+        self.trust_reason, self.is_shared, self.is_short, self.plan = "", False, False, ""
         self._arena: mmap.mmap | None = None
         self._copies_from = self._took_ns = 0
         self.slots: list[list[torch.Tensor]] = []
@@ -209,7 +215,8 @@ class Session:
         elapsed, waited, used, worked, done = self._exchange(wire.GO.pack(op, slot, nonce), deadline_s, meter)
         if not isinstance(done, wire.Done) or done.nonce != nonce or (done.trace is not None) != (op in _TOLD):
             raise self.forged()
-        return ForwardOutcome(elapsed, waited, used, done.tree, done.tensors, done.trace, worked)
+        told = done.tree, done.tensors, done.trace, worked, done.inside, done.is_short
+        return ForwardOutcome(elapsed, waited, used, *told)
 
     def record(self, slot: int, deadline_s: float) -> wire.Taped:
         """One run, written down. What it says is a proposal."""

@@ -43,6 +43,10 @@ Change = Callable[[list[torch.Tensor]], None]
 """What is done to inputs where they lie."""
 
 
+class Inconstant(ProblemError):  # noqa: N818 - it may be constant with more memory
+    """A reference answers the same inputs twice in two ways."""
+
+
 class Oracle(Protocol):
     """A reference child, as far as sets need it."""
 
@@ -344,7 +348,7 @@ class SetMaker:
         again = self._oracle.ask(wire.OP_RUN, blocks)[1]
         found = [compare.difference(*three) for three in zip(again, expected, tolerances, strict=True)]
         if any(difference.wrong for difference in found):
-            raise ProblemError(
+            raise Inconstant(
                 f"the reference of {self._problem_id} is random or keeps state: the same inputs gave two answers",
                 "Take dropout and other randomness out of the problem, or exclude it",
             )

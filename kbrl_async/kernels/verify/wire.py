@@ -95,6 +95,12 @@ class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
     """Bytes that making them took at most, beside any arena: none where they came about where they belong."""
 
 
+class Outlined(msgspec.Struct, frozen=True, tag="outlined"):
+    inputs: Count
+    outputs: Count
+    """Bytes; 0 where nobody knows without making them."""
+
+
 class Trace(msgspec.Struct, frozen=True):
     """What one run consisted of, as the child tells it: (count, nanoseconds of CPU time) by name."""
 
@@ -117,6 +123,10 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     tree: Tree
     tensors: list[TensorMeta]
     trace: Trace | None = None
+    inside: Count = 0
+    """On a GPU: bytes that this call took at most, its outputs among them."""
+    is_short: bool = False
+    """On a GPU: whether the library was refused memory meanwhile: then it may go a way that rounds otherwise."""
 
 
 class Captured(msgspec.Struct, frozen=True, tag="captured"):
@@ -168,6 +178,10 @@ class Draw(msgspec.Struct, frozen=True, tag="draw"):
     """On a GPU: further seeds; the answer then is a list of draws."""
     is_lent: bool = False
     """On a GPU: into slot 0 of the arena that is there, by the `Export` that follows."""
+
+
+class Outline(msgspec.Struct, frozen=True, tag="outline"):
+    """How large are the inputs that `get_inputs` makes, and the answer to them? Nothing is made."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -238,8 +252,8 @@ class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
     """It can serve nobody any more."""
 
 
-Reply = Confined | Ready | Drawn | Done | Captured | Taped | Timed | Failed | Recorded
-Order = Draw | Attach | Export | Mute | Rest
+Reply = Confined | Ready | Drawn | Outlined | Done | Captured | Taped | Timed | Failed | Recorded
+Order = Draw | Outline | Attach | Export | Mute | Rest
 RecorderOrder = Map | RecordForward
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode

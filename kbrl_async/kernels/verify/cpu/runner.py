@@ -172,9 +172,14 @@ class Runner:
         elif op == wire.OP_RECORD:
             self.channel.send(wire.encode(self._recorded(slot, nonce)))
             return
+        told = self._of_memory()
         tensors: list[torch.Tensor] = []
         tree = values.flatten(self.held[1] if op == wire.OP_HELD else self.last, tensors)
-        self.channel.send(wire.encode(wire.Done(nonce, tree, self._places(tensors), found)))
+        self.channel.send(wire.encode(wire.Done(nonce, tree, self._places(tensors), found, *told)))
+
+    def _of_memory(self) -> tuple[int, bool]:
+        """Of the call that just ended: see `wire.Done`."""
+        return 0, False
 
     def _traced(self, slot: int, muted: bool) -> tuple[Any, wire.Trace]:
         """One recorded run; after a muted one an ordinary run on the same inputs, to know what the answer was. What

@@ -33,6 +33,7 @@ from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.reservations import Other, Reservations
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
+from kbrl_async.kernels.verify.sets import Inconstant
 from protocols.records import Candidate, Problem
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class CudaDevice(Device):
         self.homes.refill()
         self._replays_for(zygote, options).refill()  # they start while the reference is made
         if not make_room(kept, options, self.homes):
-            self.give_back()
+            self.give_back(keeps_processes=True)
         made = self._made(zygote, problem, options, rng, kept, tick)
         if len(kept) + 1 < options.references:  # else the one that goes for the next one leaves it its process
             self.homes.refill()
@@ -156,14 +157,15 @@ class CudaDevice(Device):
         kept: OrderedDict[str, Family],
         tick: Tick,
     ) -> CudaReference:
-        """As often as more memory is asked for than others leave; where it ran out, once more.
+        """As often as more memory is asked for than others leave; where it ran out, or a large one was inconstant,
+        once more.
 
         :raises DoesNotFit: nobody else has any, even once this verifier has given way.
         :raises NoMemory: others have it.
         """
         assert self.spares is not None
         assert self.homes is not None
-        has_run_out = False
+        has_run_out = is_doubted = False
         while True:
             failed: tuple[str, str] | None = None
             claim = self.claim_beside(kept)
@@ -172,16 +174,34 @@ class CudaDevice(Device):
                 return CudaReference(zygote, problem, options, rng, self.homes, self.spares, tick, claim)
             except DoesNotFit as error:
                 failed = error.cause, error.cure
+            except Inconstant:  # with too little memory its library goes another way
+                if is_doubted or not self._may_lack_memory:
+                    raise
+                is_doubted, wanted = True, self._all
             except Crowded as crowded:
                 wanted = crowded.size
             while kept:  # by now the error's frames, which hold what there was of it, are gone
                 kept.popitem(last=False)[1].close()
-            self.give_back(keeps_processes=failed is None)
+            self.give_back(keeps_processes=failed is None and self._is_room_beside(wanted))
             if failed and has_run_out:
                 raise self._for_want_of_memory(*failed)
             has_run_out = has_run_out or failed is not None
             with span(WAITED):
                 self.wait_for(wanted, tick)
+
+    @property
+    def _may_lack_memory(self) -> bool:
+        """Whether others may have what a library wants for a problem of this size."""
+        known = self.reservations
+        return known is not None and known.is_concern(known.held) and bool(known.others)
+
+    @property
+    def _all(self) -> int:
+        return 0 if self.reservations is None else self.reservations.total
+
+    def _is_room_beside(self, wanted: int = 0) -> bool:
+        """For processes that wait, beside what is wanted here or elsewhere."""
+        return self.reservations is None or self.reservations.is_room_beside(wanted)
 
     def _for_want_of_memory(self, cause: str, cure: str) -> DoesNotFit | NoMemory:
         """Whose it is, once all that was ours is given back."""
@@ -234,7 +254,7 @@ class CudaDevice(Device):
 
     def give_way(self, tick: Tick, is_last: bool = False) -> None:
         self.give_back()
-        self.wait_for(self.reservations.total if is_last and self.reservations is not None else 0, tick)
+        self.wait_for(self._all if is_last else 0, tick)
         self._has_given_way = True
 
     def wait_for(self, size: int, tick: Tick) -> None:
@@ -262,21 +282,22 @@ class CudaDevice(Device):
             if kept and is_asked:
                 return False
             if is_asked:
-                self.give_back(keeps_processes=True)
+                self.give_back(keeps_processes=self._is_room_beside())
         reservations.hold(kept + self._arenas)
         return True
 
     def give_back(self, keeps_processes: bool = False) -> None:
-        """All memory that can be had again; or all that is in anybody's plan."""
+        """All memory that can be had again, which ends all processes that wait; or all that is in anybody's plan."""
         if self.replays is not None and keeps_processes:
             self.replays.shrink()
         elif self.replays is not None:
-            self.replays.give_back()
-            self.replays.give_back_players()
-        for spares in (self.homes, self.spares):
-            if spares is not None:
-                spares.settle()
-                spares.dying.close()
+            self.replays.close()
+        for waiting in (self.homes, self.spares):
+            if waiting is not None and keeps_processes:
+                waiting.settle()
+                waiting.dying.close()
+            elif waiting is not None:
+                waiting.close()
         gc.collect()
         torch.cuda.empty_cache()
 

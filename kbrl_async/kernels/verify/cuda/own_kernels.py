@@ -32,6 +32,7 @@ back torch hands out again. After fewer a kernel that is skipped would seem to b
 _AGAIN, _DRAWS = 3, 8
 """Times that what would accuse is looked for once more over new inputs, and draws that this may take: of few or small
 whole numbers a chance makes the answer, and a draw whose answer is the same everywhere says nothing."""
+_LACKED = "the library found too little memory with or without own kernels, and may have gone two ways"
 _BLIND = "an answer to other inputs is right here, too, and memory may hold one"
 _ONE_ANSWER = "without them the answer is right, but all inputs have the same one here"
 _WIDER = 10.0
@@ -185,7 +186,7 @@ class CapturedKernels:
     def _without_launches(self) -> proof.Finding | None:
         candidate = self._sides.candidate
         assert isinstance(candidate, CudaSession)
-        answer, expected, inside = self._known_answer(candidate)
+        answer, expected, inside, was_short = self._known_answer(candidate)
         given = candidate.slots[0] if self._sides.nominal.mutated else []
         before = [sample_of(one).clone() for one in given]
         holding = Holding(expected if given else [], given)  # by the inputs as they come
@@ -195,6 +196,8 @@ class CapturedKernels:
             assert trace is not None, "a call that is to be told of is, or is refused"
             if trace.answered:
                 return proof.passed_on(trace.answered)
+            if muted.is_short != was_short:
+                raise NoMemory(_LACKED)
             is_right = self._is_right(self._checker.outputs(muted), expected)
         except CandidateFault as fault:
             if fault.rule == FORGED:
@@ -212,10 +215,11 @@ class CapturedKernels:
         found = proof.of_muted(msgspec.structs.replace(trace, answered=answered), is_right)
         return found if found is None or trace.launches else proof.unseen("its launches were not seen")
 
-    def _known_answer(self, candidate: CudaSession) -> tuple[list[torch.Tensor], list[torch.Tensor], str]:
+    def _known_answer(self, candidate: CudaSession) -> tuple[list[torch.Tensor], list[torch.Tensor], str, bool]:
         """What the candidate makes of fresh inputs, and what is expected of it, which lies in the reference's arena;
         and which operator that an own kernel calls has that as its result: skipped with it, it may have done all or the
         last of the work. Then it gets these inputs again, after calls over others: what it has in memory is of those.
+        The last: whether the library found too little memory for it.
         """
         sides, reference = self._sides, self._sides.reference
         if not self._checker.reference.keeps_sets:
@@ -229,7 +233,8 @@ class CapturedKernels:
         expected = [reference.look(meta) for meta in reference.call(wire.OP_RUN, 0, sides.limit_s).tensors]
         self._rivals.draw(expected, tolerances)
         self._is_blind = self._rivals.is_blind
-        got = self._checker.outputs(candidate.call(wire.OP_RUN, 0, sides.limit_s))
+        outcome = candidate.call(wire.OP_RUN, 0, sides.limit_s)
+        got = self._checker.outputs(outcome)
         if sides.differ(got, expected).wrong:
             raise CandidateFault(Fault.INCORRECT, _WRONG_LATER, "wrong_when_timed")
         answer = [self._aside(tensor) for tensor in got]
@@ -241,7 +246,7 @@ class CapturedKernels:
             candidate.call(wire.OP_RUN, 0, sides.limit_s)
         for place, block in zip(candidate.slots[0], inputs, strict=True):
             place.copy_(block)
-        return answer, expected, traced.answered
+        return answer, expected, traced.answered, outcome.is_short
 
     def _fill_others(self, inputs: list[torch.Tensor]) -> bool:
         """Draw until something is other than in these inputs, which may be one of very few that there are."""

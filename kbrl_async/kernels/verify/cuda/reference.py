@@ -31,7 +31,7 @@ from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import PrewarmedChildren
 from kbrl_async.kernels.verify.cuda.record.session import Recorders
 from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedSide
-from kbrl_async.kernels.verify.known import Draws, Held, Redrawn, outlines
+from kbrl_async.kernels.verify.known import Draws, Held, Redrawn, Sizes, outlines
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
@@ -232,7 +232,14 @@ class CudaReference(Reference):
         return super()._failed(fault)
 
     def _prepare(self) -> None:
+        """What is drawn first has its place among others' plans already."""
         self._close_drawn()
+        assert isinstance(self.session, CudaSession)
+        told = self.session.outlined(self._options.reference_deadline_s)
+        weights, memory = sum(_meta_bytes(meta) for _, meta in self.ready.weights), self.plannable_bytes()
+        Sizes(told.inputs, told.outputs, weights).refuse(self.problem.problem_id, memory)
+        sizes = Sizes(told.inputs, told.outputs, weights, drawn=told.inputs)
+        self._claim(sizes.plan(memory, self._options.pool, self._options.slots)[2] if told.outputs else sizes.made)
         super()._prepare()
 
     def _close_drawn(self) -> None:
@@ -302,8 +309,9 @@ class CudaReference(Reference):
         return sum(arena.size for arena in self._drawn)
 
     def _planned(self, outputs: list[torch.Tensor], mutated: bool = False) -> tuple[bool, bool]:
+        """What forward needs inside it needs on either side, as far as this bench may plan with that."""
         planned = super()._planned(outputs, mutated)
-        self._claim(self.needed)
+        self._claim(max(self.needed, min(self.needed + 2 * self.inside, self.plannable_bytes())))
         return planned
 
     def forget_outputs(self) -> None:
@@ -319,7 +327,9 @@ class CudaReference(Reference):
         least = ARENA_BYTES
         session.attach(self.tree, self.examples, 1, least_bytes=least)
         self._fill(draws)
-        self._outs = [_plain(meta) for meta in session.call(wire.OP_RUN, 0, deadline).tensors]
+        answered = session.call(wire.OP_RUN, 0, deadline)
+        self._outs = [_plain(meta) for meta in answered.tensors]
+        self.inside = max(0, answered.inside - sum(map(_meta_bytes, self._outs)))
         self._planned(
             [torch.empty(meta.shape, dtype=values.dtype_of(meta.dtype), device="meta") for meta in self._outs]
         )

@@ -13,13 +13,15 @@ places inside that arena, and times that the trusted side's own clock bears out.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import importlib
 import os
 import socket
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -33,6 +35,7 @@ from kbrl_async.kernels.verify.cuda import drawing, own_graphs
 from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.capture import CapturedForwards, Flush, tensors_kept_by
 from kbrl_async.kernels.verify.cuda.telling import begin_gradients, device_failure, telling
+from kbrl_async.kernels.verify.known import size_of
 from kbrl_async.kernels.verify.memory import whole
 
 
@@ -50,6 +53,7 @@ def preload() -> None:
 
 preload()
 _MAX_FDS = 128
+_LARGE = 256 << 20
 _AHEAD = 8
 """Flushes before an ordinary forward: some 0.3 ms in which its Python gets ahead of the GPU."""
 
@@ -130,6 +134,7 @@ class CudaRunner(runner.Runner):
         self._batch: CapturedForwards | None = None
         self._flush: Flush | None = None
         self._poisons = False
+        self._before = _MemoryUse.now()
         self._events = self._driver.event(), self._driver.event()
         self._own_end = self._driver.event()
         super().__init__(channel, setup, fds)
@@ -197,7 +202,14 @@ class CudaRunner(runner.Runner):
         return values.layout(self._pending, 0, ALIGNMENT)[0]
 
     def failure(self, error: BaseException) -> wire.Failed:
-        return device_failure(error)
+        """A library that was refused memory may fail in words that say nothing of it."""
+        failed = device_failure(error)
+        is_short = failed.kind == "runtime_error" and _MemoryUse.now().refusals > self._before.refusals
+        return msgspec.structs.replace(failed, kind="out_of_memory") if is_short else failed
+
+    def _of_memory(self) -> tuple[int, bool]:
+        now = _MemoryUse.now()
+        return max(0, now.most - self._before.allocated), now.refusals > self._before.refusals
 
     def _order(self, order: wire.Order, fds: list[int]) -> None:
         if isinstance(order, wire.Draw):
@@ -216,6 +228,8 @@ class CudaRunner(runner.Runner):
             self._settle(places)
             beside = torch.cuda.max_memory_allocated() - before if places else 0
             self.channel.send(wire.encode(wire.Drawn(tree, metas, beside)))
+        elif isinstance(order, wire.Outline):
+            self.channel.send(wire.encode(wire.Outlined(*outlined(self.module.get_inputs, self.model))))
         elif isinstance(order, wire.Export):
             given = DeviceArena.received(fds[0], order.size, self._where) if fds else None
             self._export(given, order.keeps_freed)
@@ -278,6 +292,7 @@ class CudaRunner(runner.Runner):
         self.channel.send(wire.encode(wire.Ready()))
 
     def _go(self, op: int, slot: int, nonce: int) -> None:
+        self._before = _MemoryUse.now(begins=True)
         if op in (wire.OP_POISON_ON, wire.OP_POISON_OFF):
             self._poisons = op == wire.OP_POISON_ON
         if op == wire.OP_CAPTURE:
@@ -346,7 +361,6 @@ class CudaRunner(runner.Runner):
     def _captured(self, count: int, nonce: int) -> wire.Captured:
         self._end_batch()
         self.last, self.held = None, [None, None]
-        refused_before = _refusals(self._where)
         try:
             kept = functools.partial(tensors_kept_by, self.model)
             self._batch = CapturedForwards(self._driver, self._the_flush, self._forward, count, kept)
@@ -358,7 +372,7 @@ class CudaRunner(runner.Runner):
             self._end_batch()
             return wire.Captured(nonce, refused="forward launches too many kernels")
         kernels = {name: len(nodes) for name, nodes in self._batch.kernels.items()}
-        return wire.Captured(nonce, kernels, is_short=_refusals(self._where) > refused_before)
+        return wire.Captured(nonce, kernels, is_short=self._of_memory()[1])
 
     @property
     def _the_flush(self) -> Flush:
@@ -410,9 +424,37 @@ class CudaRunner(runner.Runner):
         self.channel.send(wire.encode(wire.Timed(order.nonce, whole, left)))
 
 
-def _refusals(where: torch.device) -> int:
-    """How often torch found no memory so far, be it that somebody caught that."""
-    return int(torch.cuda.memory_stats(where).get("num_ooms", 0))
+def outlined(get_inputs: Callable[[], Any], model: Any) -> tuple[int, int]:
+    """Bytes of inputs and outputs, by tensors without memory. What needs their values fails, and 0 is said then; so it
+    is of the outputs of small inputs, and of a model whose copy takes long: its forward may change the model.
+    """
+    inputs: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
+    with contextlib.suppress(Exception), torch.device("meta"):
+        given = list(get_inputs())
+        values.flatten(given, inputs)
+        if size_of(inputs) >= _LARGE and size_of(list(model.state_dict().values())) <= _LARGE:
+            values.flatten(copy.deepcopy(model).to("meta")(*given), outputs)
+    return size_of(inputs), size_of(outputs)
+
+
+class _MemoryUse(NamedTuple):
+    """Of torch's allocator in this process, in bytes: now, and at most since that was last reset."""
+
+    allocated: int
+    most: int
+    refusals: int
+    """How often it found no memory so far, be it that somebody caught that."""
+
+    @classmethod
+    def now(cls, begins: bool = False) -> _MemoryUse:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call, unused-ignore]
+            return cls(0, 0, 0)
+        if begins:
+            torch.cuda.reset_peak_memory_stats()
+        stats = torch.cuda.memory_stats_as_nested_dict()
+        bytes_used = stats["allocated_bytes"]["all"]
+        return cls(bytes_used["current"], bytes_used["peak"], stats["num_ooms"])
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -288,6 +288,12 @@ class CudaSession(Session):
         self._expect(wire.Ready, deadline_s)
         return drawn.tree, [self.shared.view(meta) for meta in drawn.tensors], None
 
+    def outlined(self, deadline_s: float) -> wire.Outlined:
+        """How large what `drawn` would make is, and the answer to it."""
+        self.thaw()
+        self._send(wire.encode(wire.Outline()))
+        return self._expect(wire.Outlined, deadline_s)
+
     def call(self, op: int, slot: int, deadline_s: float, meter: object = no_meter) -> ForwardOutcome:
         """As on a CPU; our writes are done before, and a candidate's output area holds poison."""
         self.uses += 1
@@ -296,7 +302,11 @@ class CudaSession(Session):
         if op == wire.OP_FREE:
             self.captured = None  # the child gives its graphs back, too
         torch.cuda.synchronize()
-        return super().call(op, slot, deadline_s)
+        return self._told(super().call(op, slot, deadline_s))
+
+    def _told(self, outcome: ForwardOutcome) -> ForwardOutcome:
+        self.is_short = self.is_short or outcome.is_short
+        return outcome
 
     def watched_forward(self, op: int, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
         """A forward over slot 0 of which its process tells; its own launches are skipped where `op` says so. `answer`:
@@ -309,7 +319,7 @@ class CudaSession(Session):
         for (meta, _), tensor in zip(self._outs, answer, strict=True):
             self.shared.view(meta).copy_(tensor)
         torch.cuda.synchronize()
-        return super().call(op, 0, deadline_s)
+        return self._told(super().call(op, 0, deadline_s))
 
     def poison(self, slots: int | None = None) -> None:
         if self.shared is None:

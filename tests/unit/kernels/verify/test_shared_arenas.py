@@ -7,9 +7,10 @@ import os
 import random
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from kbrl_async.kernels.verify import bench_options, values, wire
 from kbrl_async.kernels.verify.cuda import reference, runner, session
 from kbrl_async.kernels.verify.cuda.record import child
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
-from kbrl_async.kernels.verify.session import Submission
-from protocols.records import Problem
+from kbrl_async.kernels.verify.cuda.session import CudaSession
+from kbrl_async.kernels.verify.hoarding import Crowded
+from kbrl_async.kernels.verify.session import CandidateFault, Submission
+from protocols.records import Fault, Problem
 
 SOURCE = """
 import torch
@@ -93,6 +96,9 @@ class Child:
 class Homes:
     dying = SimpleNamespace(add=lambda child: None)
 
+    def give(self, child: Child) -> None:
+        """Nobody takes it again."""
+
     def take(self) -> Child:
         return Child()
 
@@ -129,11 +135,75 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def made(source: str = SOURCE) -> CudaReference:
+def made(source: str = SOURCE, claim: Callable[[int], None] = lambda size: None) -> CudaReference:
     options = bench_options(sections.TimingBench(), "cpu")
     problem = Problem("one", 1, "one", source)
     homes = cast(Any, Homes())
-    return CudaReference(cast(Any, None), problem, options, random.Random(1), homes, homes)
+    return CudaReference(cast(Any, None), problem, options, random.Random(1), homes, homes, claim=claim)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_library_that_was_refused_memory_may_fail_in_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN said CUDNN_STATUS_BAD_PARAM, and torch spoke of data that is not allocated yet."""
+    fails = "        if x[0, 0] == 7:\n            raise RuntimeError('cuDNN error: CUDNN_STATUS_BAD_PARAM')\n"
+    found = made(SOURCE.replace("        return torch.relu", f"{fails}        return torch.relu"))
+    refusals = iter((3, 3, 3, 4, 4, 5, 5, 5))  # before and after each call
+    used = {"allocated_bytes": {"all": {"current": 1 << 20, "peak": 5 << 20}}}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: used | {"num_ooms": next(refusals)})
+
+    def told() -> tuple[int, bool]:
+        outcome = found.session.call(wire.OP_RUN, 0, 5.0)
+        return outcome.inside, outcome.is_short
+
+    assert (told(), found.session.is_short) == ((4 << 20, False), False)
+    assert (told(), found.session.is_short) == ((4 << 20, True), True)
+    found.session.slots[0][0].fill_(7.0)
+    for kind in (Fault.OUT_OF_MEMORY, Fault.RUNTIME_ERROR):
+        with pytest.raises(CandidateFault, match="BAD_PARAM") as fault:
+            told()
+        assert fault.value.kind is kind
+    found.close()
+
+
+class Counter(torch.nn.Module):
+    """Changes itself in forward, as a recurrent model does that keeps its hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.hidden = torch.nn.Linear(4, 2), torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = x.sum()
+        return torch.relu(self.linear(x))
+
+
+def test_sizes_are_told_without_memory_and_without_a_trace() -> None:
+    model, rows = Counter(), 1 << 28
+    assert runner.outlined(lambda: [torch.rand(rows, 4)], model) == (16 * rows, 8 * rows)
+    assert model.hidden.device.type == "cpu"
+    assert model.linear.weight.device.type == "cpu"
+    assert runner.outlined(lambda: [torch.rand(4, 4)], model) == (64, 0), "nobody waits for so little"
+    assert runner.outlined(lambda: [torch.rand(rows, 4)[: int(torch.rand(1))]], model) == (0, 0)
+    assert runner.outlined(lambda: [torch.rand(rows, 4), 2], model) == (16 * rows, 0)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_what_is_drawn_first_has_its_place_among_plans_already() -> None:
+    """Beside a verifier that planned with most of a GPU others drew inputs of 6 GiB, of which nobody knew."""
+    asked: list[int] = []
+
+    def refuse(size: int) -> None:
+        asked.append(size)
+        raise Crowded(size)
+
+    large = SOURCE.replace("randn(16, 8)", "randn(1 << 23, 8)")
+    nothing = patch.object(CudaSession, "drawn", Mock(side_effect=AssertionError("nothing is drawn")))
+    with nothing, pytest.raises(Crowded):
+        made(large, refuse)
+    inputs, outputs = 2 << 28, 1 << 28
+    assert 2 * inputs + 6 * outputs <= asked[0] <= 4 * inputs + 7 * outputs + (1 << 12)
 
 
 @pytest.mark.usefixtures("pretended")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 import weakref
 from collections.abc import Callable
@@ -374,6 +375,21 @@ def starved(child: Child) -> None:
         return plain(op, answer, deadline_s)
 
     child.watched_forward = watched_forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("shortages", "is_proven"), [((0, 0), True), ((1, 1), True), ((0, 1), False), ((1, 0), False)])
+def test_what_went_two_ways_for_want_of_memory_proves_nothing(shortages: tuple[int, int], is_proven: bool) -> None:
+    """A library that finds less than it likes rounds otherwise, and its result is no copy of what it was before."""
+    child = Child(honest)
+    told = {wire.OP_RUN: bool(shortages[0]), wire.OP_MUTED: bool(shortages[1])}
+    plain = child.call
+
+    def call(op: int, slot: int, deadline_s: float) -> ForwardOutcome:
+        return msgspec.structs.replace(plain(op, slot, deadline_s), is_short=told.get(op, False))
+
+    child.call = call  # type: ignore[method-assign]
+    with contextlib.nullcontext() if is_proven else pytest.raises(NoMemory, match="two ways"):
+        assert watched(child).of_watched() is None
 
 
 def test_a_proof_that_found_no_memory_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -339,12 +339,7 @@ class Replays:
                 self._recorders.resize(_LITTLE)
             self._host.shrink(_LITTLE)
         except CudaError:
-            self.give_back()
-            self.give_back_players()
-
-    def give_back_players(self) -> None:
-        """Between two candidates, what they were replayed in."""
-        self._host.give_back()
+            self.close()
 
     @property
     def device_bytes(self) -> int:
@@ -352,6 +347,7 @@ class Replays:
         return self._host.device_bytes + sum(one.arena.size for one in recorders)
 
     def close(self) -> None:
+        """It may be used again."""
         self._host.close()
         self.give_back()
         self._spares.close()

@@ -177,8 +177,9 @@ class ReplayHost:
             raise Unreplayable(answer.refused)
         return answer.has_operators
 
-    def done(self, order: orders.WarmUp | orders.RunForward, deadline_s: float) -> None:
-        self._ask(orders.RunDone, order, deadline_s)
+    def done(self, order: orders.WarmUp | orders.RunForward, deadline_s: float) -> bool:
+        """Whether an operator found too little memory."""
+        return self._ask(orders.RunDone, order, deadline_s).is_short
 
     def timed(self, order: orders.Time, deadline_s: float) -> float:
         """Nanoseconds."""
@@ -194,14 +195,6 @@ class ReplayHost:
     @property
     def device_bytes(self) -> int:
         return 0 if self._arena is None else self._arena.size
-
-    def give_back(self) -> None:
-        """Between two candidates: the memory that the last one was replayed in, which a player holds, too."""
-        if self._arena is not None:
-            self._drop()
-            self._dying.close()
-            self._arena.close()
-            self._arena = None
 
     def shrink(self, size: int) -> None:
         """Between two candidates: no more than so much memory, in the same process.

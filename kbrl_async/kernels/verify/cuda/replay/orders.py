@@ -53,7 +53,8 @@ Order = MapArena | LoadProgram | WarmUp | RunForward | Time | Unload
 
 
 class RunDone(msgspec.Struct, frozen=True, tag="done"):
-    pass
+    is_short: bool = False
+    """Whether an operator was refused memory so far, and may have gone a way that rounds otherwise."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):

@@ -126,7 +126,7 @@ class Player:
         else:
             times = (program.time(order.slots, order.is_muted) for _ in range(order.times))
             return orders.Times(sum(times) if order.slots else min(times))
-        return orders.RunDone()
+        return orders.RunDone(self._places.has_failed)
 
     def _map(self, fd: int, size: int) -> None:
         if self._arena is not None:
@@ -139,6 +139,7 @@ class Player:
             images = [Image(digest, [file.read(size) for size in sizes]) for digest, sizes in order.images]
             plan: Recording = decode(file.read(order.plan))
         assert self._arena is not None, "there is no arena"
+        self._places.has_failed = False
         try:
             self._program = Program(self._driver, self._flush, self._arena, self._places, images, plan)
         except Refused as refusal:

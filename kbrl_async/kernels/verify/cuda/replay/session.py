@@ -98,7 +98,7 @@ class ReplaySession:
         """As timed as the others, but without one of the slots."""
         self._captured = 0
         self._is_new, self._is_tried = True, False
-        self.is_proven = False
+        self.is_proven = self.is_short = False
         self.forward_ns = math.inf
         self._arena = host.reserve(recording.used)
         self._see()
@@ -214,7 +214,7 @@ class ReplaySession:
 
     def _done(self, order: orders.WarmUp | orders.RunForward, deadline_s: float) -> None:
         with self._as_tried():
-            self._host.done(order, deadline_s)
+            self.is_short |= self._host.done(order, deadline_s)
 
     def _timed(self, order: orders.Time, deadline_s: float) -> float:
         with self._as_tried():
