@@ -5,6 +5,8 @@
     tasks ─▶ one at a time to whichever worker is free ─▶ row ─▶ a line of `out`, at once      (killed: these are kept)
                  └─ a worker that dies, or is silent for `patience_s`: a row with state `host`, and another worker
 
+Workers end with whoever asks them, however that ends.
+
 Of several rows with one name the last counts; `again` names states whose rows do not count.
 """
 
@@ -19,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,10 +161,19 @@ class _Worker:
 
 
 def _serve(channel: Connection, number: int, jobs: int, start: Start) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with start(number, jobs) as work, contextlib.suppress(EOFError, BrokenPipeError):
         channel.send({})
         while True:
             channel.send(work(channel.recv()))
+
+
+def _end_with_parent() -> None:
+    """Where that is killed, what a worker had begun would go on for minutes, and hold the GPU."""
+    parent = mp.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def rows_of(path: Path) -> dict[str, Result]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing as mp
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,9 @@ def start(number: int, jobs: int) -> Iterator[Work]:
     def work(given: str) -> Result:
         if given == "dies" and jobs > 1:
             os._exit(1)
+        if given.startswith("/"):
+            Path(given).write_text(str(os.getpid()))
+            time.sleep(600)
         return {"state": "ok", "worker": number}
 
     yield work
@@ -37,3 +42,23 @@ def test_a_worker_that_dies_costs_one_task(tmp_path: Path) -> None:
     found = {row["name"]: row["state"] for row in Crew(2, out=out, is_together=True).run(TASKS, start)}
     assert found == {"one": "ok", "dies": "host", "two": "ok", "three": "ok"}
     assert rows_of(out).keys() == found.keys()
+
+
+def ask_for_ever(place: str) -> None:
+    list(Crew(2).run([CrewTask("for ever", place), CrewTask("one", "one")], start))
+
+
+def test_workers_end_with_whoever_asked_them(tmp_path: Path) -> None:
+    """They went on for minutes behind a benchmark that was killed, and tests after it found no memory on the GPU."""
+    place = tmp_path / "pid"
+    asking = mp.get_context("spawn").Process(target=ask_for_ever, args=(str(place),))
+    asking.start()
+    until = time.monotonic() + 60.0
+    while not (place.is_file() and place.read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    asking.kill()
+    asking.join()
+    worker = Path("/proc") / place.read_text()
+    while worker.exists() and "State:\tZ" not in (worker / "status").read_text() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not worker.exists() or "State:\tZ" in (worker / "status").read_text()
