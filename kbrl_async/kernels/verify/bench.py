@@ -431,7 +431,9 @@ class Bench:
                 with clock.part("until all is quiet"):
                     window.enter_context(self.quiet())
                 with clock.part("measuring"):
-                    return stopwatch.run()
+                    timed = stopwatch.run()
+            self._device.refuse_short(checker)
+            return timed
         finally:
             stopwatch.close()
             reference.release(twin)

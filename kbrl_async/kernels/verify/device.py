@@ -166,6 +166,12 @@ class Device:
     ) -> None:
         """Before it is timed: whether the candidate's own kernels make its outputs; sets the checker's fault."""
 
+    def refuse_short(self, checker: Checker) -> None:
+        """After it was timed.
+
+        :raises NoMemory: a library found less than it likes on one of both sides, which others have.
+        """
+
     def prove_last(self, checker: Checker) -> None:
         """The same, where that asks for calls after which it is no use any more."""
 

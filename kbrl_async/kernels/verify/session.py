@@ -134,6 +134,7 @@ class Session:
     own_share: float | None = None
     """Known before anything is timed, where there is nothing but own kernels."""
     keeps_outputs = True
+    is_short = False
     reads_in_place = False
     ends_within_s = 2.0
     """From the end of its socket to its own; one that lives on has shut the socket itself."""
@@ -143,7 +144,7 @@ class Session:
     ) -> None:
         self._child: Child = self._spawn(zygote, setup, fds, limits)
         self._frozen = False
-        self.trust_reason, self.is_shared, self.is_short, self.plan = "", False, False, ""
+        self.trust_reason, self.is_shared, self.plan = "", False, ""
         self._arena: mmap.mmap | None = None
         self._copies_from = self._took_ns = 0
         self.slots: list[list[torch.Tensor]] = []

@@ -157,6 +157,8 @@ class Timed(msgspec.Struct, frozen=True, tag="timed"):
     """Between two events with nothing in between."""
     stream_ns: Claimed = 0.0
     """Of an ordinary forward, up to the end of its own stream: `elapsed_ns` waits for every stream."""
+    is_short: bool = False
+    """As in `Done`."""
 
 
 FailureKind = Literal["runtime_error", "out_of_memory", "illegal_access"]

@@ -85,8 +85,8 @@ class CudaDevice(Device):
         """None where the system's temporary folder can't tell of other verifiers."""
         self.kept_share = _KEPT_BESIDE_OTHERS
         self._memory_share = 1.0
-        self._has_given_way = False
-        """For the candidate that is being judged."""
+        self._has_given_way = self._has_all = False
+        """For the candidate that is being judged: others were waited for; until they had left everything."""
 
     @property
     def health(self) -> GpuHealth:
@@ -255,7 +255,7 @@ class CudaDevice(Device):
     def give_way(self, tick: Tick, is_last: bool = False) -> None:
         self.give_back()
         self.wait_for(self._all if is_last else 0, tick)
-        self._has_given_way = True
+        self._has_given_way, self._has_all = True, is_last
 
     def wait_for(self, size: int, tick: Tick) -> None:
         """Until other verifiers leave so much of the GPU. 0: memory ran out before anything was planned; then until
@@ -273,7 +273,7 @@ class CudaDevice(Device):
             reservations.wait_for(int(share * reservations.total), tick, _UNPLANNED_S)
 
     def rest(self, kept: int) -> bool:
-        reservations, self._has_given_way = self.reservations, False
+        reservations, self._has_given_way, self._has_all = self.reservations, False, False
         if reservations is None:
             return True
         held = max(kept, reservations.held - self._arenas)
@@ -332,10 +332,10 @@ class CudaDevice(Device):
         return made
 
     def _refuse_short(self, reference: CudaReference) -> None:
-        """:raises NoMemory: it would be timed the slower for memory that others have. Once they have given way it is
-        timed as it is: it may need more than there is.
+        """:raises NoMemory: it would be timed the slower for memory that others have. Once they have left everything it
+        is timed as it is: it may need more than there is.
         """
-        if self._has_given_way:
+        if self._has_all:
             reference.bears_shortage = True
         if reference.is_short and not reference.bears_shortage and self.has_neighbours:
             raise NoMemory("the library found too little memory for the reference's usual way")
@@ -380,9 +380,16 @@ class CudaDevice(Device):
     ) -> None:
         with self._unproven_without_memory(checker):
             self.stopwatch(checker, checker.reference.session, options, rng, tick).prove(candidate)
-        captured = checker.session.captured if isinstance(checker.session, CudaSession) else None
-        is_short = captured is not None and captured.is_short and checker.fault is None
-        if is_short and self.has_neighbours and not self._has_given_way:
+        self.refuse_short(checker)
+
+    def refuse_short(self, checker: Checker) -> None:
+        """What has a fault by now is not timed."""
+        assert isinstance(checker.reference, CudaReference)
+        if checker.fault is not None:
+            return
+        self._refuse_short(checker.reference)
+        is_short = checker.session is not None and checker.session.is_short
+        if is_short and self.has_neighbours and not checker.reference.bears_shortage:
             raise NoMemory("the library found too little memory for the candidate's usual way")
 
     def prove_last(self, checker: Checker) -> None:

@@ -201,9 +201,8 @@ class CudaReference(Reference):
 
     @property
     def is_short(self) -> bool:
-        """Whether its library found too little memory when it was captured: cuDNN then takes a plan that needs less."""
-        assert isinstance(self.session, CudaSession)
-        return self.session.captured is not None and self.session.captured.is_short
+        """Whether its library found too little memory in any call: cuDNN then takes a plan that needs less."""
+        return self.session.is_short
 
     def attach(self, session: Judged) -> None:
         assert isinstance(session, TimedSide)

@@ -303,7 +303,7 @@ class CudaRunner(runner.Runner):
             self.channel.send(wire.encode(self._event(slot, nonce)))
         elif op == wire.OP_EVENTS:
             elapsed = sum(self._ordinary(0)[0] for _ in range(slot))
-            self.channel.send(wire.encode(wire.Timed(nonce, elapsed)))
+            self.channel.send(wire.encode(wire.Timed(nonce, elapsed, is_short=self._of_memory()[1])))
         elif op == wire.OP_FREE:
             self._end_batch()
             self.double, self.last, self.held = None, None, [None, None]
@@ -404,7 +404,8 @@ class CudaRunner(runner.Runner):
         empty = self._driver.elapsed_ns(begin, end)
         elapsed, outputs = self._ordinary(slot)
         self._copy(outputs, self._outs[slot])
-        return wire.Timed(nonce, elapsed, empty, self._driver.elapsed_ns(self._events[0], self._own_end))
+        on_stream = self._driver.elapsed_ns(self._events[0], self._own_end)
+        return wire.Timed(nonce, elapsed, empty, on_stream, is_short=self._of_memory()[1])
 
     def _ordinary(self, slot: int) -> tuple[float, list[torch.Tensor]]:
         (begin, end), call = self._events, self._driver.call

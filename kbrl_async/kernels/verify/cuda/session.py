@@ -352,6 +352,7 @@ class CudaSession(Session):
         if self.captured is None or self._captured_slots != count:
             self._captured_slots = count
             self.captured = self._timed_call(wire.Captured, wire.OP_CAPTURE, count, deadline_s)[1]
+            self.is_short = self.is_short or self.captured.is_short
         return self.captured
 
     def replay(self, times: int, deadline_s: float) -> TimedCall:
@@ -398,6 +399,7 @@ class CudaSession(Session):
         if not isinstance(reply, kind) or reply.nonce != nonce:
             raise self.forged()
         if isinstance(reply, wire.Timed):
+            self.is_short = self.is_short or reply.is_short
             claim = max(reply.elapsed_ns, reply.empty_ns, reply.stream_ns)
             if claim > _CLAIM_SHARE * self._took_ns + _CLAIM_NS:
                 raise self.forged("a call is said to have lasted longer than it did")

@@ -21,6 +21,7 @@ from kbrl_async.kernels.verify.cuda.arena import BASE
 from kbrl_async.kernels.verify.cuda.proof import of_other_slots
 from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
+from kbrl_async.kernels.verify.cuda.replay.orders import Times
 from kbrl_async.kernels.verify.cuda.replay.places import Places
 from kbrl_async.kernels.verify.cuda.replay.program import Program
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
@@ -132,6 +133,7 @@ class Host:
         self.arena = SimpleNamespace(raw=raw, size=size, view=self._view)
         self.work: Callable[[torch.Tensor, int], object] = lambda raw, slot: None
         self.orders: list[Any] = []
+        self.is_short = False
 
     def _view(self, meta: wire.TensorMeta) -> torch.Tensor:
         from kbrl_async.kernels.verify import values
@@ -144,14 +146,15 @@ class Host:
     def load(self, images: Any, plan: Any) -> bool:
         return False
 
-    def done(self, order: Any, deadline_s: float) -> None:
+    def done(self, order: Any, deadline_s: float) -> bool:
         self.work(self.arena.raw, order.slot)
+        return self.is_short
 
-    def timed(self, order: Any, deadline_s: float) -> float:
+    def timed(self, order: Any, deadline_s: float) -> Times:
         self.orders.append(order)
         for slot in order.slots:
             self.work(self.arena.raw, slot)
-        return 1000.0
+        return Times(1000.0, self.is_short)
 
     def unload(self) -> None:
         pass
@@ -350,6 +353,21 @@ def test_a_call_that_writes_elsewhere_is_wrong_and_accused_of_nothing() -> None:
         made.call(wire.OP_RUN, 0, 1.0)
 
 
+@pytest.mark.parametrize("ask", ["call", "capture"])
+def test_a_replay_tells_that_an_operator_found_too_little_memory(ask: str) -> None:
+    made, host = filled()
+    ways: dict[str, Callable[[], object]] = {
+        "call": lambda: made.call(wire.OP_RUN, 0, 1.0),
+        "capture": lambda: made.capture(3, 1.0),
+    }
+    ways[ask]()
+    assert not made.is_short
+    made, host = filled()
+    host.is_short = True
+    ways[ask]()
+    assert made.is_short
+
+
 def test_a_slot_that_is_left_out_of_a_timed_run_stays_poison() -> None:
     made, host = filled()
     made.capture(3, 1.0)
@@ -471,7 +489,7 @@ def test_a_replay_without_own_kernels_that_finds_no_memory_shows_nothing(way: st
     def short(order: Any, deadline_s: float) -> Any:
         if getattr(order, "is_muted", False) or getattr(order, "left_out", ()):
             raise CandidateFault(Fault.OUT_OF_MEMORY, "an operator asks for more memory than the GPU has")
-        return 1.0
+        return Times(1.0)
 
     pretended: Any = host
     pretended.done = pretended.timed = short

@@ -181,9 +181,8 @@ class ReplayHost:
         """Whether an operator found too little memory."""
         return self._ask(orders.RunDone, order, deadline_s).is_short
 
-    def timed(self, order: orders.Time, deadline_s: float) -> float:
-        """Nanoseconds."""
-        return self._ask(orders.Times, order, deadline_s).elapsed_ns
+    def timed(self, order: orders.Time, deadline_s: float) -> orders.Times:
+        return self._ask(orders.Times, order, deadline_s)
 
     def revive(self) -> DeviceArena:
         """What was loaded, in a player that lives, and in memory that the one before it can't reach."""

@@ -65,6 +65,8 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
 class Times(msgspec.Struct, frozen=True, tag="times"):
     elapsed_ns: wire.Claimed
+    is_short: bool = False
+    """As in `RunDone`."""
 
 
 class Sung(msgspec.Struct, frozen=True, tag="sung"):

@@ -122,10 +122,10 @@ class Player:
             program.run(order.slot, order.is_muted, order.left_out)
         elif not order.times:
             program.prepare(order.slots, order.is_muted)
-            return orders.Times(0.0)
+            return orders.Times(0.0, self._places.has_failed)
         else:
             times = (program.time(order.slots, order.is_muted) for _ in range(order.times))
-            return orders.Times(sum(times) if order.slots else min(times))
+            return orders.Times(sum(times) if order.slots else min(times), self._places.has_failed)
         return orders.RunDone(self._places.has_failed)
 
     def _map(self, fd: int, size: int) -> None:

@@ -67,6 +67,7 @@ class ReplaySession:
 
     trust, trust_reason = REPLAYED, ""
     keeps_outputs, reads_in_place, is_trusted = False, True, True
+    is_short = False
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class ReplaySession:
         """As timed as the others, but without one of the slots."""
         self._captured = 0
         self._is_new, self._is_tried = True, False
-        self.is_proven = self.is_short = False
+        self.is_proven = False
         self.forward_ns = math.inf
         self._arena = host.reserve(recording.used)
         self._see()
@@ -214,11 +215,14 @@ class ReplaySession:
 
     def _done(self, order: orders.WarmUp | orders.RunForward, deadline_s: float) -> None:
         with self._as_tried():
-            self.is_short |= self._host.done(order, deadline_s)
+            is_short = self._host.done(order, deadline_s)
+        self.is_short = self.is_short or is_short
 
     def _timed(self, order: orders.Time, deadline_s: float) -> float:
         with self._as_tried():
-            return self._host.timed(order, deadline_s)
+            told = self._host.timed(order, deadline_s)
+        self.is_short = self.is_short or told.is_short
+        return told.elapsed_ns
 
     @contextlib.contextmanager
     def _as_tried(self) -> Iterator[None]:
