@@ -20,6 +20,10 @@ reference needs inside of forward, and a candidate beyond what is listed, is not
 | mixed: the first draw waits on the host | | A, and as for a draw | the same and below |
 | looked at again: drawn and varied in A, expected there | | A, as for a draw; its own O | arena I + O, outputs 3 O |
 | compared, by parts; the output before waits on the host | got O | A | arena I + O, outputs 3 O |
+| asked without its kernels, after calls over other inputs | | A, as for a draw | arena I + O, outputs 3 O |
+
+Who is watched on a GPU frees its outputs before a set is looked at again, but for one secret set, before which one
+earlier output is looked at: it holds one then, and two while it is called and compared.
 
 Where the reference writes to its inputs, and on a CPU, the bench has I of its own in the last two as well. An fp64 run
 takes inputs and outputs in fp64, and A room for these outputs; a second one, where a tolerance is eased, its outputs
@@ -48,7 +52,7 @@ _MADE = (
 _BESIDE = (
     (2, 5, 1, 1),  # a set is drawn beside a candidate: both arenas; three outputs that the candidate holds
     (2, 6, 0, 1),  # it is answered: the same, and the reference's own outputs; or compared: a copy of what came
-)
+)  # not where the candidate frees its outputs: it holds one then, or two
 """Where sets are not kept: at which moments how often inputs, outputs, a draw outside of any arena, and a copy of the
 inputs, where the bench needs one beside a candidate, are in memory. All else goes by parts (`pieces`)."""
 Blocks = list[torch.Tensor]
@@ -57,7 +61,8 @@ Blocks = list[torch.Tensor]
 class Sizes(msgspec.Struct, frozen=True):
     """Bytes of one call, and of the weights. `drawn`: what a draw takes outside of the arena that it goes to; `owned`:
     inputs of which the bench has a copy while a candidate runs, because those in the reference's arena do not stay.
-    `apart`: draws that are kept though sets are not. `wide`: how much larger fp64 is.
+    `apart`: draws that are kept though sets are not. `wide`: how much larger fp64 is. `frees`: whether a
+    candidate gives its outputs back before a set is looked at again.
     """
 
     inputs: int
@@ -67,6 +72,7 @@ class Sizes(msgspec.Struct, frozen=True):
     owned: int = 0
     apart: int = 0
     wide: int = 2
+    frees: bool = False
 
     def kept(self, draws: int, slots: int) -> int:
         """The peak where every set is kept."""
@@ -76,7 +82,7 @@ class Sizes(msgspec.Struct, frozen=True):
     @property
     def asked(self) -> int:
         """The peak where one set is in memory at a time, and the reference is never run in fp64."""
-        return max(self.made, self._at(_BESIDE))
+        return max(self.made, self._at(_BESIDE[:1] if self.frees else _BESIDE))
 
     @property
     def made(self) -> int:

@@ -327,7 +327,7 @@ class Reference:
                 (8 // one.element_size() for one in (*outputs, *self.examples) if one.is_floating_point()), default=1
             )
             more = {"drawn": self.drawn_beside, "owned": owned, "apart": self.kept_draws, "wide": max(1, wide)}
-            sizes = msgspec.structs.replace(sizes, **more)
+            sizes = msgspec.structs.replace(sizes, frees=self.frees, **more)
         sizes.refuse(self.problem.problem_id, memory)
         may_keep, may_widen, _ = sizes.plan(memory, self._options.pool, self._options.slots)
         self.keeps_sets &= may_keep
@@ -335,6 +335,9 @@ class Reference:
         asked = sizes.widened if self.widens else sizes.asked
         self.needed = sizes.kept(self._options.pool, self._options.slots) if self.keeps_sets else asked
         return self.keeps_sets, self.widens
+
+    frees = False
+    """See `Sizes`."""
 
     @property
     def drawn_beside(self) -> int:

@@ -80,6 +80,9 @@ class Judged(Protocol):
     """Whether outputs of earlier calls are still there after a later one."""
     reads_in_place: bool
     """Whether what `read` gives lies where it was written."""
+    gives_back: bool
+    """Whether it can be told to give back the memory of its outputs (`OP_FREE`), and does not poison more than it
+    needs (`OP_POISON_ON`)."""
     is_shared: bool
     """Whether a process that had served others had a part in it: then what counts is found out once more without."""
     is_short: bool
@@ -134,7 +137,7 @@ class Session:
     own_share: float | None = None
     """Known before anything is timed, where there is nothing but own kernels."""
     keeps_outputs = True
-    is_short = False
+    is_short = gives_back = False
     reads_in_place = False
     ends_within_s = 2.0
     """From the end of its socket to its own; one that lives on has shut the socket itself."""

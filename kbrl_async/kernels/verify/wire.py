@@ -18,6 +18,7 @@ GO = struct.Struct("<BBQ")
 
 OP_RUN, OP_EMPTY, OP_DOUBLE = 1, 2, 3
 OP_POISON_ON, OP_POISON_OFF = 4, 5
+"""In place of a slot, on a GPU: 1 where memory is scarce, so that no more is poisoned than the next call's outputs."""
 OP_TRACE: int = 16
 """One recorded run."""
 OP_MUTED: int = 17

@@ -31,7 +31,7 @@ from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import PrewarmedChildren
 from kbrl_async.kernels.verify.cuda.record.session import Recorders
 from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedSide
-from kbrl_async.kernels.verify.known import Draws, Held, Redrawn, Sizes, outlines
+from kbrl_async.kernels.verify.known import Draws, Held, Redrawn, Sizes, outlines, size_of
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
@@ -83,7 +83,7 @@ def plan(elapsed_ns: float, bytes_a_slot: int, memory: int, slots: int) -> Refer
 
 
 class CudaReference(Reference):
-    records, lends = False, True
+    records, lends, frees = False, True, True
 
     def __init__(
         self,
@@ -236,9 +236,10 @@ class CudaReference(Reference):
         assert isinstance(self.session, CudaSession)
         told = self.session.outlined(self._options.reference_deadline_s)
         weights, memory = sum(_meta_bytes(meta) for _, meta in self.ready.weights), self.plannable_bytes()
-        Sizes(told.inputs, told.outputs, weights).refuse(self.problem.problem_id, memory)
-        sizes = Sizes(told.inputs, told.outputs, weights, drawn=told.inputs)
-        self._claim(sizes.plan(memory, self._options.pool, self._options.slots)[2] if told.outputs else sizes.made)
+        Sizes(told.inputs, told.outputs, weights, frees=True).refuse(self.problem.problem_id, memory)
+        sizes = Sizes(told.inputs, told.outputs, weights, frees=True)
+        planned = sizes.plan(memory, self._options.pool, self._options.slots)[2] if told.outputs else 0
+        self._claim(max(planned, msgspec.structs.replace(sizes, drawn=told.inputs).made))
         super()._prepare()
 
     def _close_drawn(self) -> None:
@@ -308,9 +309,12 @@ class CudaReference(Reference):
         return sum(arena.size for arena in self._drawn)
 
     def _planned(self, outputs: list[torch.Tensor], mutated: bool = False) -> tuple[bool, bool]:
-        """What forward needs inside it needs on either side, as far as this bench may plan with that."""
+        """What forward needs inside it needs on one side after the other, and on both where they are captured to be
+        timed, when no output but that is held; as far as this bench may plan with it.
+        """
         planned = super()._planned(outputs, mutated)
-        self._claim(max(self.needed, min(self.needed + 2 * self.inside, self.plannable_bytes())))
+        inside = max(self.inside, 2 * self.inside - size_of(outputs))
+        self._claim(max(self.needed, min(self.needed + inside, self.plannable_bytes())))
         return planned
 
     def forget_outputs(self) -> None:

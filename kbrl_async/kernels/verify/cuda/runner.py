@@ -20,7 +20,7 @@ import importlib
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -133,7 +133,7 @@ class CudaRunner(runner.Runner):
         self._outs: list[list[wire.TensorMeta]] = []
         self._batch: CapturedForwards | None = None
         self._flush: Flush | None = None
-        self._poisons = False
+        self._poisons = self._is_lean = False
         self._before = _MemoryUse.now()
         self._events = self._driver.event(), self._driver.event()
         self._own_end = self._driver.event()
@@ -292,9 +292,12 @@ class CudaRunner(runner.Runner):
         self.channel.send(wire.encode(wire.Ready()))
 
     def _go(self, op: int, slot: int, nonce: int) -> None:
-        self._before = _MemoryUse.now(begins=True)
         if op in (wire.OP_POISON_ON, wire.OP_POISON_OFF):
-            self._poisons = op == wire.OP_POISON_ON
+            self._poisons, self._is_lean = op == wire.OP_POISON_ON, bool(slot)
+        elif self._is_lean and op in (wire.OP_RUN, wire.OP_TRACE):
+            assert self._shared is not None
+            _poison_free(map(self._shared.view, self._outs[slot]))
+        self._before = _MemoryUse.now(begins=True)
         if op == wire.OP_CAPTURE:
             self.channel.send(wire.encode(self._captured(slot, nonce)))
         elif op == wire.OP_REPLAY:
@@ -318,8 +321,8 @@ class CudaRunner(runner.Runner):
         metas, end = values.layout([_contiguous(tensor) for tensor in tensors], max(0, self.copy_to), ALIGNMENT)
         if self.copy_to >= 0 and self._shared is not None and end <= self._shared.size:
             self._copy(tensors, metas)
-        if self._poisons:
-            self._poison(tensors)
+        if self._poisons and not self._is_lean:
+            _poison_free(tensor for tensor in tensors for _ in range(2) if tensor.is_cuda)
         return metas
 
     def _copy(self, tensors: list[torch.Tensor], metas: list[wire.TensorMeta]) -> None:
@@ -327,14 +330,6 @@ class CudaRunner(runner.Runner):
         for tensor, meta in zip(tensors, metas, strict=True):
             self._shared.view(meta).copy_(tensor)
         self._driver.call("cuCtxSynchronize")
-
-    def _poison(self, tensors: list[torch.Tensor]) -> None:
-        """What torch hands out next, for outputs of this size, holds neither zeros nor an earlier answer."""
-        fresh: list[torch.Tensor] = []
-        with contextlib.suppress(torch.OutOfMemoryError):  # then there is no memory that could hold an earlier one
-            fresh += (torch.empty_like(tensor) for tensor in tensors for _ in range(2) if tensor.is_cuda)
-        for tensor in fresh:
-            values.fill_bytes(tensor, 0x7F)
 
     def _traced(self, slot: int, muted: bool) -> tuple[Any, wire.Trace]:
         """The answer lies already where the outputs will be copied to, where it was asked for. What fails without own
@@ -423,6 +418,15 @@ class CudaRunner(runner.Runner):
         assert self._batch is not None
         whole, left = self._batch.without(order.kernels, lambda outputs: self._copy(outputs, self._outs[0]))
         self.channel.send(wire.encode(wire.Timed(order.nonce, whole, left)))
+
+
+def _poison_free(outputs: Iterable[torch.Tensor]) -> None:
+    """What torch hands out next, for outputs of these sizes, holds neither zeros nor an earlier answer."""
+    fresh: list[torch.Tensor] = []
+    with contextlib.suppress(torch.OutOfMemoryError):  # then there is no memory that could hold an earlier one
+        fresh += (torch.empty_like(tensor) for tensor in outputs)
+    for tensor in fresh:
+        values.fill_bytes(tensor, 0x7F)
 
 
 def outlined(get_inputs: Callable[[], Any], model: Any) -> tuple[int, int]:

@@ -99,6 +99,7 @@ class CudaSession(Session):
     entry = ENTRY
     ends_within_s = 10.0  # its context is taken down after its socket
     is_trusted = is_kept = False
+    gives_back = True
     is_widened = False
     """Whether its arena has room for outputs in fp64: a reference's."""
     forward_ns = math.inf

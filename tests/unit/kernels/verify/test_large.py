@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 import torch
 
@@ -74,6 +75,35 @@ def test_one_set_at_a_time_is_judged_as_all_at_once(
     assert wrong.fault is Fault.INCORRECT
     assert wrong.total == right.verdict.total
     assert reference.sets[0].known is reference.sets[-1].known, "the same inputs come twice"
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+def test_who_can_gives_its_outputs_back_before_a_large_set_is_made_again(
+    bench: Bench,
+    memory: Memory,
+    compile_raw: Callable[[str], dict[str, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    is_large: bool,
+) -> None:
+    """But for one secret set, before which the output of the call before it is looked at."""
+    monkeypatch.setattr(Session, "gives_back", True)
+    asked: list[tuple[int, int]] = []
+    plain = Session.call
+
+    def call(self: Session, op: int, slot: int, *given: Any) -> ForwardOutcome:
+        if op in (wire.OP_FREE, wire.OP_POISON_ON, wire.OP_HELD):
+            asked.append((op, slot))
+        return plain(self, wire.OP_HELD if op == wire.OP_FREE else op, slot, *given)
+
+    monkeypatch.setattr(Session, "call", call)
+    if is_large:
+        memory(20 * SIZE)
+    bench.options = msgspec.structs.replace(bench.options, outputs="fresh")
+    verdict = judge(bench, RIGHT, compile_raw).verdict
+    assert verdict.fault is Fault.OK, verdict
+    assert ((wire.OP_POISON_ON, 1) in asked) is is_large
+    ops = [op for op, _ in asked]
+    assert ops.count(wire.OP_FREE) == (verdict.total - 1 if is_large else 0)
 
 
 def test_where_memory_is_shorter_still_nothing_runs_in_fp64(

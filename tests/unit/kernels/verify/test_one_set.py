@@ -326,8 +326,10 @@ def large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("large_parts")
+@pytest.mark.parametrize("frees", [False, True])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_the_counted_peak_is_the_predicted_one(name: str) -> None:
+def test_the_counted_peak_is_the_predicted_one(name: str, frees: bool) -> None:
+    """`frees`: the candidate holds one output while a set is made, and two while it is called; else always three."""
     draw, forward = PROBLEMS[name]
     with Counted() as counted:
         session = Here(draw, forward)
@@ -339,16 +341,22 @@ def test_the_counted_peak_is_the_predicted_one(name: str) -> None:
         maker = SetMaker(reference, name, random.Random(2), "bfloat16" if "half" in name else "")
         maker.make(draws, pool, reference._redraw, plan=lambda outputs, mutated: (False, False))
         made, counted.peak = counted.peak, 0
-        sizes = Sizes(given, out, drawn=session.drawn_beside or 0)
-        arena, held = torch.empty(given + out, dtype=torch.uint8), torch.empty(3 * out, dtype=torch.uint8)
+        sizes = Sizes(given, out, drawn=session.drawn_beside or 0, frees=frees)
+        arena = torch.empty(given + out, dtype=torch.uint8)
+        before, called = (1, 2) if frees else (3, 3)
         for one in maker.sets:
+            held = torch.empty(before * out, dtype=torch.uint8)
             one.known.load()
+            del held
+            held = torch.empty(called * out, dtype=torch.uint8)
             for place, block in zip((arena[:given].view(one.blocks[0].dtype),), one.blocks[:1], strict=True):
                 place[: block.numel()].copy_(block)
             got = [expected.clone() for expected in one.expected]
             three = zip(got, one.expected, one.tolerances, strict=True)
             assert not any(compare.difference(*each).wrong for each in three), one.name
-            del got, three  # a zip keeps its last tuple
+            del got, three, held  # a zip keeps its last tuple
+        held = torch.empty(3 * out, dtype=torch.uint8)  # asked without its kernels it holds all three
+        draws.lent(0)
         del arena, held
     assert sizes.made * 0.9 < made < sizes.made * 1.1, made / sizes.made
     assert sizes.asked * 0.9 < counted.peak < sizes.asked * 1.1, counted.peak / sizes.asked

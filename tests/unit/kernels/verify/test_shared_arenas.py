@@ -167,6 +167,20 @@ def test_a_library_that_was_refused_memory_may_fail_in_other_words(monkeypatch: 
     found.close()
 
 
+@pytest.mark.usefixtures("pretended")
+def test_where_memory_is_scarce_no_more_is_poisoned_than_the_next_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, filled = made(), list[tuple[int, ...]]()
+    monkeypatch.setattr(runner.values, "fill_bytes", lambda tensor, byte: filled.append(tuple(tensor.shape)))
+    for is_lean, expected in ((1, [(16, 8)]), (0, [])):  # what is left after a call is poisoned on a GPU only
+        filled.clear()
+        found.session.call(wire.OP_POISON_ON, is_lean, 5.0)
+        assert filled == []
+        found.session.call(wire.OP_RUN, 0, 5.0)
+        assert filled == expected
+    found.session.call(wire.OP_POISON_OFF, 0, 5.0)
+    found.close()
+
+
 class Counter(torch.nn.Module):
     """Changes itself in forward, as a recurrent model does that keeps its hidden state."""
 

@@ -67,7 +67,7 @@ class ReplaySession:
 
     trust, trust_reason = REPLAYED, ""
     keeps_outputs, reads_in_place, is_trusted = False, True, True
-    is_short = False
+    is_short = gives_back = False
 
     def __init__(
         self,
