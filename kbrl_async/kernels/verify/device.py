@@ -142,6 +142,11 @@ class Device:
         """Whether other verifiers use its memory: what a candidate does not find may be theirs."""
         return False
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether they plan with some of it right now."""
+        return False
+
     def give_way(self, tick: Tick, is_last: bool = False) -> None:
         """Memory has run out: what was started ahead goes, and others are waited for; before the last try until they
         leave everything. What a forward needs inside is in nobody's plan.
@@ -183,6 +188,9 @@ class Device:
 
     def settle(self) -> None:
         """Returns when nothing that was started for later candidates is on it any more."""
+
+    def restart(self) -> None:
+        """Its children are gone with their zygote, which was replaced."""
 
     def close(self) -> None:
         """What was started ahead ends."""

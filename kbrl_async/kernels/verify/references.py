@@ -148,6 +148,11 @@ class References:
         del self.kept[family.source]
         family.close()
 
+    def restart(self) -> None:
+        """Their children are gone with their zygote."""
+        self._close_kept()
+        self._device.restart()
+
     def close(self) -> None:
         self._close_kept()
         self._device.close()

@@ -46,6 +46,9 @@ Change = Callable[[list[torch.Tensor]], None]
 class Inconstant(ProblemError):  # noqa: N818 - it may be constant with more memory
     """A reference answers the same inputs twice in two ways."""
 
+    is_short = False
+    """Whether its library found too little memory."""
+
 
 class Oracle(Protocol):
     """A reference child, as far as sets need it."""

@@ -158,8 +158,6 @@ class Timed(msgspec.Struct, frozen=True, tag="timed"):
     """Between two events with nothing in between."""
     stream_ns: Claimed = 0.0
     """Of an ordinary forward, up to the end of its own stream: `elapsed_ns` waits for every stream."""
-    is_short: bool = False
-    """As in `Done`."""
 
 
 FailureKind = Literal["runtime_error", "out_of_memory", "illegal_access"]
@@ -184,7 +182,9 @@ class Draw(msgspec.Struct, frozen=True, tag="draw"):
 
 
 class Outline(msgspec.Struct, frozen=True, tag="outline"):
-    """How large are the inputs that `get_inputs` makes, and the answer to them? Nothing is made."""
+    """How large are the inputs of this problem, and the answer to them? Nothing is made."""
+
+    source: str
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):

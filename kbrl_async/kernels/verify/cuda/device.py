@@ -60,6 +60,8 @@ _EMPTY = 3 / 4
 way."""
 _UNPLANNED_S = 10.0
 """To wait for others where nobody knows how much is missing."""
+_ALL_S = 60.0
+"""To wait for all of it: an idle verifier gives nothing back, and who waits keeps everybody from planning with more."""
 
 
 def reservations_on(device: torch.device) -> Reservations:
@@ -85,6 +87,8 @@ class CudaDevice(Device):
         """None where the system's temporary folder can't tell of other verifiers."""
         self.kept_share = _KEPT_BESIDE_OTHERS
         self._memory_share = 1.0
+        self._always_short: set[str] = set()
+        """Problems whose reference found too little memory though nobody else had any."""
         self._has_given_way = self._has_all = False
         """For the candidate that is being judged: others were waited for; until they had left everything."""
 
@@ -169,35 +173,28 @@ class CudaDevice(Device):
         while True:
             failed: tuple[str, str] | None = None
             claim = self.claim_beside(kept)
-            wanted = 0
+            wanted, is_random = 0, False
             try:
                 return CudaReference(zygote, problem, options, rng, self.homes, self.spares, tick, claim)
             except DoesNotFit as error:
                 failed = error.cause, error.cure
-            except Inconstant:  # with too little memory its library goes another way
-                if is_doubted or not self._may_lack_memory:
+            except Inconstant as error:  # with too little memory its library goes another way
+                if is_doubted or not (error.is_short and self.is_crowded):
                     raise
-                is_doubted, wanted = True, self._all
+                is_doubted = is_random = True
             except Crowded as crowded:
                 wanted = crowded.size
             while kept:  # by now the error's frames, which hold what there was of it, are gone
                 kept.popitem(last=False)[1].close()
-            self.give_back(keeps_processes=failed is None and self._is_room_beside(wanted))
+            self.give_back(keeps_processes=wanted > 0 and self._is_room_beside(wanted))
             if failed and has_run_out:
                 raise self._for_want_of_memory(*failed)
             has_run_out = has_run_out or failed is not None
             with span(WAITED):
-                self.wait_for(wanted, tick)
-
-    @property
-    def _may_lack_memory(self) -> bool:
-        """Whether others may have what a library wants for a problem of this size."""
-        known = self.reservations
-        return known is not None and known.is_concern(known.held) and bool(known.others)
-
-    @property
-    def _all(self) -> int:
-        return 0 if self.reservations is None else self.reservations.total
+                if is_random:
+                    self._wait_for_all(tick)
+                else:
+                    self.wait_for(wanted, tick)
 
     def _is_room_beside(self, wanted: int = 0) -> bool:
         """For processes that wait, beside what is wanted here or elsewhere."""
@@ -219,6 +216,10 @@ class CudaDevice(Device):
         return bool(self._others)
 
     @property
+    def is_crowded(self) -> bool:
+        return any(max(other.held, other.wanted) > 0 for other in self._others)
+
+    @property
     def _others(self) -> list[Other]:
         return [] if self.reservations is None else self.reservations.others
 
@@ -232,6 +233,8 @@ class CudaDevice(Device):
                 return
             if self.homes is not None:
                 retire(kept, 0, self.homes)
+                gc.collect()
+                torch.cuda.empty_cache()
             if self.may_use(size):
                 return
             if self.replays is not None:
@@ -254,7 +257,10 @@ class CudaDevice(Device):
 
     def give_way(self, tick: Tick, is_last: bool = False) -> None:
         self.give_back()
-        self.wait_for(self._all if is_last else 0, tick)
+        if is_last:
+            self._wait_for_all(tick)
+        else:
+            self.wait_for(0, tick)
         self._has_given_way, self._has_all = True, is_last
 
     def wait_for(self, size: int, tick: Tick) -> None:
@@ -271,6 +277,13 @@ class CudaDevice(Device):
         share = max(_KEPT_BESIDE_OTHERS, 1 - len(others) * _KEPT_BESIDE_OTHERS)
         with contextlib.suppress(InfraError):  # it is tried all the same, and told with its bytes
             reservations.wait_for(int(share * reservations.total), tick, _UNPLANNED_S)
+
+    def _wait_for_all(self, tick: Tick) -> None:
+        if (reservations := self.reservations) is None or not self._others:
+            return
+        reservations.hold(0)
+        with contextlib.suppress(InfraError):  # it is tried all the same
+            reservations.wait_for(reservations.total, tick, _ALL_S)
 
     def rest(self, kept: int) -> bool:
         reservations, self._has_given_way, self._has_all = self.reservations, False, False
@@ -335,9 +348,11 @@ class CudaDevice(Device):
         """:raises NoMemory: it would be timed the slower for memory that others have. Once they have left everything it
         is timed as it is: it may need more than there is.
         """
-        if self._has_all:
-            reference.bears_shortage = True
-        if reference.is_short and not reference.bears_shortage and self.has_neighbours:
+        if not reference.is_short or not self.has_neighbours or reference.problem.source in self._always_short:
+            return
+        if self._has_all and not self.is_crowded:
+            self._always_short.add(reference.problem.source)
+        if not self._has_all:
             raise NoMemory("the library found too little memory for the reference's usual way")
 
     def is_repeated(
@@ -383,13 +398,13 @@ class CudaDevice(Device):
         self.refuse_short(checker)
 
     def refuse_short(self, checker: Checker) -> None:
-        """What has a fault by now is not timed."""
+        """What has a fault by now is not timed. A candidate can ask for what no GPU has: it is waited for once."""
         assert isinstance(checker.reference, CudaReference)
         if checker.fault is not None:
             return
         self._refuse_short(checker.reference)
         is_short = checker.session is not None and checker.session.is_short
-        if is_short and self.has_neighbours and not checker.reference.bears_shortage:
+        if is_short and self.is_crowded and not self._has_given_way:
             raise NoMemory("the library found too little memory for the candidate's usual way")
 
     def prove_last(self, checker: Checker) -> None:
@@ -404,7 +419,8 @@ class CudaDevice(Device):
         sides = Sides(checker, checker.reference.session, random.SystemRandom())
         with self._unproven_without_memory(checker):
             try:
-                checker.refuse(CapturedKernels(checker, sides).of_watched())
+                may_lack = self.is_crowded and not self._has_given_way
+                checker.refuse(CapturedKernels(checker, sides).of_watched(may_lack))
             except CandidateFault as fault:
                 checker.accuse(fault)
 
@@ -425,6 +441,11 @@ class CudaDevice(Device):
         for started in (self.spares, self.homes, self.replays):
             if started is not None:
                 started.settle()
+
+    def restart(self) -> None:
+        self.give_back()
+        if self.reservations is not None:
+            self.reservations.hold(0)
 
     def close(self) -> None:
         for started in (self.spares, self.homes, self.replays, self.reservations):

@@ -163,27 +163,28 @@ class CapturedKernels:
             self._checker.evidence = proof.evidence(trace)
         return found
 
-    def of_watched(self) -> proof.Finding | None:
+    def of_watched(self, may_lack: bool = False) -> proof.Finding | None:
         """Of who is not replayed: a call whose launches are skipped, as the last, because one that needs what own
         kernels make may end its process. Nobody else sees what the library's operators had made by then. What accuses
         is looked for twice, over inputs of its own each time: what lies in memory by chance is no decoy. Where answers
-        to other inputs are right, too, such a chance is no rare one, and nobody is accused.
+        to other inputs are right, too, such a chance is no rare one, and nobody is accused. `may_lack`: others may have
+        the memory that a library wants.
 
         :raises NoMemory: such a call takes more than the others did, or others took what was there.
         """
-        found = self._without_launches()
+        found = self._without_launches(may_lack)
         if found is None or found.fault is not Fault.CHEATING:
             return found
         if self._is_blind:
             return proof.unseen(_BLIND)
-        again = self._without_launches()
+        again = self._without_launches(may_lack)
         if self._is_blind:
             return proof.unseen(_BLIND)
         if again is not None and again.fault is Fault.CHEATING:
             return again
         return proof.unseen(f"of two calls without them one says that {found.text}")
 
-    def _without_launches(self) -> proof.Finding | None:
+    def _without_launches(self, may_lack: bool) -> proof.Finding | None:
         candidate = self._sides.candidate
         assert isinstance(candidate, CudaSession)
         answer, expected, inside, was_short = self._known_answer(candidate)
@@ -196,7 +197,7 @@ class CapturedKernels:
             assert trace is not None, "a call that is to be told of is, or is refused"
             if trace.answered:
                 return proof.passed_on(trace.answered)
-            if muted.is_short != was_short:
+            if may_lack and muted.is_short != was_short:
                 raise NoMemory(_LACKED)
             is_right = self._is_right(self._checker.outputs(muted), expected)
         except CandidateFault as fault:

@@ -35,6 +35,7 @@ from kbrl_async.kernels.verify.known import Draws, Held, Redrawn, Sizes, outline
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
+from kbrl_async.kernels.verify.sets import Inconstant
 from protocols.records import Fault, Problem
 
 if TYPE_CHECKING:
@@ -107,8 +108,6 @@ class CudaReference(Reference):
         self._drawn: list[DeviceArena] = []
         self._outs: list[wire.TensorMeta] = []
         self.plan, self.forward_ns = ReferencePlan(options.slots, 1), 0.0
-        self.bears_shortage = False
-        """Whether it is timed although its library found too little memory."""
         try:
             super().__init__(zygote, problem, options, rng, tick)
         except (torch.OutOfMemoryError, CudaError) as error:
@@ -130,7 +129,7 @@ class CudaReference(Reference):
 
     def retire(self) -> None:
         assert isinstance(self.session, CudaSession)
-        if not _SETTINGS.search(self.problem.source):
+        if not (_SETTINGS.search(self.problem.source) or self.session.is_short):  # its library keeps the way it took
             self.session.rest()
         self.close()
 
@@ -219,6 +218,9 @@ class CudaReference(Reference):
     def refresh(self) -> None:
         try:
             super().refresh()
+        except Inconstant as error:
+            error.is_short = self.is_short
+            raise
         except (torch.OutOfMemoryError, CudaError) as error:
             raise DoesNotFit(f"{self.problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
         self.session.call(wire.OP_FREE, 0, self._options.reference_deadline_s)
@@ -234,7 +236,7 @@ class CudaReference(Reference):
         """What is drawn first has its place among others' plans already."""
         self._close_drawn()
         assert isinstance(self.session, CudaSession)
-        told = self.session.outlined(self._options.reference_deadline_s)
+        told = self.session.outlined(self.problem.source, self._options.reference_deadline_s)
         weights, memory = sum(_meta_bytes(meta) for _, meta in self.ready.weights), self.plannable_bytes()
         Sizes(told.inputs, told.outputs, weights, frees=True).refuse(self.problem.problem_id, memory)
         sizes = Sizes(told.inputs, told.outputs, weights, frees=True)

@@ -13,19 +13,19 @@ places inside that arena, and times that the trusted side's own clock bears out.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 import importlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
+from kbrl_async.kernels.backends.launch import plan_module as plan
 from kbrl_async.kernels.cuda_driver import driver
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation, gpu
@@ -53,7 +53,7 @@ def preload() -> None:
 
 preload()
 _MAX_FDS = 128
-_LARGE = 256 << 20
+LARGE_BYTES = 256 << 20
 _AHEAD = 8
 """Flushes before an ordinary forward: some 0.3 ms in which its Python gets ahead of the GPU."""
 
@@ -123,6 +123,7 @@ def await_orders(channel: socket.socket) -> tuple[wire.Setup, list[int]]:
 
 class CudaRunner(runner.Runner):
     device = "cuda"
+    _poisons = _is_lean = False
 
     def __init__(self, channel: socket.socket, setup: wire.Setup, fds: list[int], where: torch.device) -> None:
         self._where, self._driver = where, driver()
@@ -133,8 +134,7 @@ class CudaRunner(runner.Runner):
         self._outs: list[list[wire.TensorMeta]] = []
         self._batch: CapturedForwards | None = None
         self._flush: Flush | None = None
-        self._poisons = self._is_lean = False
-        self._before = _MemoryUse.now()
+        self._before = self._memory()
         self._events = self._driver.event(), self._driver.event()
         self._own_end = self._driver.event()
         super().__init__(channel, setup, fds)
@@ -204,11 +204,14 @@ class CudaRunner(runner.Runner):
     def failure(self, error: BaseException) -> wire.Failed:
         """A library that was refused memory may fail in words that say nothing of it."""
         failed = device_failure(error)
-        is_short = failed.kind == "runtime_error" and _MemoryUse.now().refusals > self._before.refusals
+        is_short = failed.kind == "runtime_error" and self._memory().refusals > self._before.refusals
         return msgspec.structs.replace(failed, kind="out_of_memory") if is_short else failed
 
+    def _memory(self, begins: bool = False) -> MemoryUse:
+        return MemoryUse.now(begins)
+
     def _of_memory(self) -> tuple[int, bool]:
-        now = _MemoryUse.now()
+        now = self._memory()
         return max(0, now.most - self._before.allocated), now.refusals > self._before.refusals
 
     def _order(self, order: wire.Order, fds: list[int]) -> None:
@@ -229,7 +232,7 @@ class CudaRunner(runner.Runner):
             beside = torch.cuda.max_memory_allocated() - before if places else 0
             self.channel.send(wire.encode(wire.Drawn(tree, metas, beside)))
         elif isinstance(order, wire.Outline):
-            self.channel.send(wire.encode(wire.Outlined(*outlined(self.module.get_inputs, self.model))))
+            self.channel.send(wire.encode(wire.Outlined(*outlined(order.source))))
         elif isinstance(order, wire.Export):
             given = DeviceArena.received(fds[0], order.size, self._where) if fds else None
             self._export(given, order.keeps_freed)
@@ -297,7 +300,7 @@ class CudaRunner(runner.Runner):
         elif self._is_lean and op in (wire.OP_RUN, wire.OP_TRACE):
             assert self._shared is not None
             _poison_free(map(self._shared.view, self._outs[slot]))
-        self._before = _MemoryUse.now(begins=True)
+        self._before = self._memory(begins=True)
         if op == wire.OP_CAPTURE:
             self.channel.send(wire.encode(self._captured(slot, nonce)))
         elif op == wire.OP_REPLAY:
@@ -306,7 +309,7 @@ class CudaRunner(runner.Runner):
             self.channel.send(wire.encode(self._event(slot, nonce)))
         elif op == wire.OP_EVENTS:
             elapsed = sum(self._ordinary(0)[0] for _ in range(slot))
-            self.channel.send(wire.encode(wire.Timed(nonce, elapsed, is_short=self._of_memory()[1])))
+            self.channel.send(wire.encode(wire.Timed(nonce, elapsed)))
         elif op == wire.OP_FREE:
             self._end_batch()
             self.double, self.last, self.held = None, None, [None, None]
@@ -399,8 +402,7 @@ class CudaRunner(runner.Runner):
         empty = self._driver.elapsed_ns(begin, end)
         elapsed, outputs = self._ordinary(slot)
         self._copy(outputs, self._outs[slot])
-        on_stream = self._driver.elapsed_ns(self._events[0], self._own_end)
-        return wire.Timed(nonce, elapsed, empty, on_stream, is_short=self._of_memory()[1])
+        return wire.Timed(nonce, elapsed, empty, self._driver.elapsed_ns(self._events[0], self._own_end))
 
     def _ordinary(self, slot: int) -> tuple[float, list[torch.Tensor]]:
         (begin, end), call = self._events, self._driver.call
@@ -429,21 +431,25 @@ def _poison_free(outputs: Iterable[torch.Tensor]) -> None:
         values.fill_bytes(tensor, 0x7F)
 
 
-def outlined(get_inputs: Callable[[], Any], model: Any) -> tuple[int, int]:
-    """Bytes of inputs and outputs, by tensors without memory. What needs their values fails, and 0 is said then; so it
-    is of the outputs of small inputs, and of a model whose copy takes long: its forward may change the model.
+def outlined(source: str) -> tuple[int, int]:
+    """Bytes of a problem's inputs and outputs, by tensors without memory: of a module of its own, because what that
+    keeps, it keeps without memory. What needs values fails, and 0 is said then; so it is of the outputs of small
+    inputs.
     """
     inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
     with contextlib.suppress(Exception), torch.device("meta"):
-        given = list(get_inputs())
+        module: Any = plan.load(source) or contract.load("outlined", source, folder=os.environ.get("TMPDIR", ""))
+        given = list(module.get_inputs())
         values.flatten(given, inputs)
-        if size_of(inputs) >= _LARGE and size_of(list(model.state_dict().values())) <= _LARGE:
-            values.flatten(copy.deepcopy(model).to("meta")(*given), outputs)
+        if size_of(inputs) >= LARGE_BYTES:
+            args, kwargs = contract.arguments(module.get_init_inputs())
+            values.flatten(module.Model(*args, **kwargs)(*given), outputs)
+    sys.modules.pop("outlined", None)
     return size_of(inputs), size_of(outputs)
 
 
-class _MemoryUse(NamedTuple):
+class MemoryUse(NamedTuple):
     """Of torch's allocator in this process, in bytes: now, and at most since that was last reset."""
 
     allocated: int
@@ -452,7 +458,8 @@ class _MemoryUse(NamedTuple):
     """How often it found no memory so far, be it that somebody caught that."""
 
     @classmethod
-    def now(cls, begins: bool = False) -> _MemoryUse:
+    def now(cls, begins: bool = False) -> MemoryUse:
+        """`begins`: the most is counted from here on."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call, unused-ignore]
             return cls(0, 0, 0)
         if begins:

@@ -289,10 +289,10 @@ class CudaSession(Session):
         self._expect(wire.Ready, deadline_s)
         return drawn.tree, [self.shared.view(meta) for meta in drawn.tensors], None
 
-    def outlined(self, deadline_s: float) -> wire.Outlined:
-        """How large what `drawn` would make is, and the answer to it."""
+    def outlined(self, source: str, deadline_s: float) -> wire.Outlined:
+        """How large what `drawn` would make of this problem is, and the answer to it."""
         self.thaw()
-        self._send(wire.encode(wire.Outline()))
+        self._send(wire.encode(wire.Outline(source)))
         return self._expect(wire.Outlined, deadline_s)
 
     def call(self, op: int, slot: int, deadline_s: float, meter: object = no_meter) -> ForwardOutcome:
@@ -303,10 +303,11 @@ class CudaSession(Session):
         if op == wire.OP_FREE:
             self.captured = None  # the child gives its graphs back, too
         torch.cuda.synchronize()
-        return self._told(super().call(op, slot, deadline_s))
+        return self._noted(super().call(op, slot, deadline_s), op)
 
-    def _told(self, outcome: ForwardOutcome) -> ForwardOutcome:
-        self.is_short = self.is_short or outcome.is_short
+    def _noted(self, outcome: ForwardOutcome, op: int) -> ForwardOutcome:
+        """What fp64 lacks tells nothing of the way that counts."""
+        self.is_short = self.is_short or (outcome.is_short and op != wire.OP_DOUBLE)
         return outcome
 
     def watched_forward(self, op: int, answer: list[torch.Tensor], deadline_s: float) -> ForwardOutcome:
@@ -320,7 +321,7 @@ class CudaSession(Session):
         for (meta, _), tensor in zip(self._outs, answer, strict=True):
             self.shared.view(meta).copy_(tensor)
         torch.cuda.synchronize()
-        return self._told(super().call(op, 0, deadline_s))
+        return self._noted(super().call(op, 0, deadline_s), op)
 
     def poison(self, slots: int | None = None) -> None:
         if self.shared is None:
@@ -400,7 +401,6 @@ class CudaSession(Session):
         if not isinstance(reply, kind) or reply.nonce != nonce:
             raise self.forged()
         if isinstance(reply, wire.Timed):
-            self.is_short = self.is_short or reply.is_short
             claim = max(reply.elapsed_ns, reply.empty_ns, reply.stream_ns)
             if claim > _CLAIM_SHARE * self._took_ns + _CLAIM_NS:
                 raise self.forged("a call is said to have lasted longer than it did")

@@ -36,6 +36,12 @@ SHORT = NoMemory("no memory on cuda:0")
 
 
 class _Shared(Device):
+    has_neighbours = is_crowded = True
+
+
+class _Idle(Device):
+    """Others are there, and have nothing of it."""
+
     has_neighbours = True
 
 
@@ -54,7 +60,7 @@ def judged_with(both: tuple[bool, bool], device: type[Device] = _Shared) -> int:
 
     def is_wrong(checker: Checker, *given: Any) -> None:
         asked.append(checker)
-        checker.session = Mock(is_short=both[0])
+        checker.session = Mock(is_short=both[0], trust=OBSERVED)
         raise CandidateFault(Fault.INCORRECT, "two of many values are wrong")
 
     told = patch.object(module, "verdict_of", side_effect=lambda checker: Verdict(checker.fault.kind))
@@ -67,6 +73,7 @@ def test_what_is_wrong_where_a_library_was_short_of_memory_is_judged_once_more()
     """Of a transposed convolution two of 272,646,144 values were wrong, of which none was beside fewer verifiers."""
     assert [judged_with(both) for both in ((False, False), (True, False), (False, True))] == [1, 2, 2]
     assert judged_with((True, True), _Alone) == 1
+    assert judged_with((True, False), _Idle) == 1, "it can ask for what no GPU has, and be judged twice for that"
 
 
 def judged(first: list[Exception | Verdict], device: type[Device] = _Shared) -> tuple[Verdict, Mock]:
@@ -114,12 +121,19 @@ def test_a_convolution_without_any_way_has_found_no_memory() -> None:
 
 
 def test_the_last_time_a_verifier_waits_for_the_whole_gpu() -> None:
-    device, asked = CudaDevice("cuda:0"), list[int]()
-    device.reservations = cast(Any, SimpleNamespace(total=75 << 30))
-    with patch.object(device, "give_back"), patch.object(device, "wait_for", lambda size, tick: asked.append(size)):
+    """Not for ever: an idle one gives nothing back, and whoever waits keeps all others from planning with more."""
+    device, asked = CudaDevice("cuda:0"), list[tuple[int, float]]()
+
+    def wait(size: int, tick: object, limit_s: float) -> None:
+        asked.append((size, limit_s))
+        raise InfraError("the others still hold too much", "End them")
+
+    known = SimpleNamespace(total=80 << 30, others=[Mock()], hold=lambda size: None, wait_for=wait)
+    device.reservations = cast(Any, known)
+    with patch.object(device, "give_back"):
         device.give_way(no_tick)
         device.give_way(no_tick, is_last=True)
-    assert asked == [0, 75 << 30]
+    assert asked == [(75 << 30, 10.0), (80 << 30, 60.0)]
 
 
 def test_a_reference_that_finds_no_memory_while_it_is_used_waits_for_that_of_others() -> None:
@@ -174,7 +188,7 @@ def replays(monkeypatch: pytest.MonkeyPatch, may_grow: bool) -> tuple[Replays, l
             sizes.append(size)
             made.arena.size = size
 
-        made = SimpleNamespace(arena=SimpleNamespace(size=size), resize=grow)
+        made = SimpleNamespace(arena=SimpleNamespace(size=size), resize=grow, shrink=grow)
         sizes.append(size)
         return made
 
@@ -245,7 +259,7 @@ def test_a_forward_that_had_no_room_is_recorded_once_more_with_all_that_there_ma
 
 def unhurt(is_short: bool = False) -> Mock:
     """A reference."""
-    return Mock(spec_set=["open", "is_short", "bears_shortage", "session"], is_short=is_short, bears_shortage=False)
+    return Mock(spec_set=["open", "is_short", "problem", "session"], is_short=is_short, problem=PROBLEM)
 
 
 def test_a_reference_that_went_a_slower_way_for_want_of_memory_is_made_again_once_others_gave_way() -> None:
@@ -265,6 +279,7 @@ def test_a_reference_that_went_a_slower_way_for_want_of_memory_is_made_again_onc
         with pytest.raises(NoMemory, match="usual way"):
             device.judged(cast(Any, short), *more)
         device.give_way(no_tick, is_last=True)
+        device.judged(cast(Any, unhurt()), *more)
         device.judged(cast(Any, short), *more)
         device.rest(0)
         device.judged(cast(Any, short), *more)  # it may need more than there is: once is enough
@@ -285,14 +300,16 @@ def test_who_found_too_little_memory_is_not_timed_so(
     checker = Mock(session=session, reference=reference, fault=None if is_right else Mock())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kbrl_async.kernels.verify.cuda.device.CudaReference", Mock)
-        patch.setattr(CudaDevice, "has_neighbours", True)
+        for name in ("has_neighbours", "is_crowded"):
+            patch.setattr(CudaDevice, name, True)
         patch.setattr(device, "stopwatch", Mock())
-        for _ in range(2):
-            with pytest.raises(NoMemory) if is_refused else contextlib.nullcontext():
+        patch.setattr(device, "give_back", lambda: None)
+        for is_first in (True, False):
+            again = is_refused and (is_first or who == "reference")  # a candidate can ask for what no GPU has
+            with pytest.raises(NoMemory) if again else contextlib.nullcontext():
                 device.prove(checker, Mock(), Mock(), Mock(), no_tick)
-            with pytest.raises(NoMemory) if is_refused else contextlib.nullcontext():
+            with pytest.raises(NoMemory) if again else contextlib.nullcontext():
                 device.refuse_short(checker)
-            patch.setattr(device, "give_back", lambda: None)
             device.give_way(no_tick)
         device.give_way(no_tick, is_last=True)
         device.prove(checker, Mock(), Mock(), Mock(), no_tick)

@@ -291,6 +291,8 @@ def made_after(errors: list[Exception], device: CudaDevice, monkeypatch: pytest.
     monkeypatch.setattr("kbrl_async.kernels.verify.cuda.device.CudaReference", make_reference)
     monkeypatch.setattr(device, "give_back", lambda keeps_processes: None)
     monkeypatch.setattr(device, "wait_for", lambda size, tick: waited.append(size))
+    if device.reservations is not None:
+        monkeypatch.setattr(device.reservations, "wait_for", lambda size, tick, limit_s: waited.append(size))
     device.spares = device.homes = cast(Any, object())
     given = cast(Any, (None, None, None, None, OrderedDict(), no_tick))
     return device._made(*given), waited
@@ -309,20 +311,21 @@ def test_a_large_reference_that_answers_in_two_ways_is_made_once_more_without_ot
 ) -> None:
     """A library that finds too little memory in one of two calls goes another way there."""
 
-    def twice() -> list[Exception]:
-        return [Inconstant("it is random", "take that out")] * 2
+    def found(is_short: bool, times: int) -> list[Exception]:
+        error = Inconstant("it is random", "take that out")
+        error.is_short = is_short
+        return [error] * times
 
-    assert device.may_use(8 * GIB)
     with pytest.raises(Inconstant):
-        made_after(twice(), device, monkeypatch)
-    make()
-    assert made_after(twice()[:1], device, monkeypatch) == ("made", [TOTAL * 15 // 16])
+        made_after(found(True, 1), device, monkeypatch)
+    other = make()
     with pytest.raises(Inconstant):
-        made_after(twice(), device, monkeypatch)
-    assert device.reservations is not None
-    device.reservations.hold(1 * GIB)
-    with pytest.raises(Inconstant):
-        made_after(twice()[:1], device, monkeypatch)
+        made_after(found(True, 1), device, monkeypatch)
+    assert other.take(2 * GIB)
+    assert made_after(found(True, 1), device, monkeypatch) == ("made", [TOTAL * 15 // 16])
+    for is_short, times in ((True, 2), (False, 1)):
+        with pytest.raises(Inconstant):
+            made_after(found(is_short, times), device, monkeypatch)
 
 
 def test_processes_that_wait_end_where_somebody_wants_nearly_all(device: CudaDevice, make: Make) -> None:
@@ -350,6 +353,17 @@ def test_processes_that_wait_end_where_somebody_wants_nearly_all(device: CudaDev
     device.rest(0)
     assert ended.close.call_count == 3
     thread.join(PATIENCE_S)
+
+
+def test_a_new_zygote_leaves_a_bench_among_the_others(device: CudaDevice, make: Make) -> None:
+    """It was a stranger to them from then on: neither side waited for the other."""
+    other = make()
+    device.homes = device.spares = device.replays = cast(Any, Mock(device_bytes=0))
+    assert device.may_use(60 * GIB)
+    device.restart()
+    assert other.take(60 * GIB)
+    assert not device.may_use(20 * GIB)
+    assert len(other.others) == 1
 
 
 def test_memory_that_runs_out_twice_is_told_by_whoever_has_it(

@@ -82,9 +82,10 @@ class Child:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
-        self._theirs.send(wire.encode(wire.Confined("full", ())))
-        setup, fds = runner.await_orders(self._theirs)
-        runner.CudaRunner(self._theirs, setup, fds, torch.device("cpu")).serve()
+        with self._theirs:
+            self._theirs.send(wire.encode(wire.Confined("full", ())))
+            setup, fds = runner.await_orders(self._theirs)
+            runner.CudaRunner(self._theirs, setup, fds, torch.device("cpu")).serve()
 
     def freeze(self) -> bool:
         return False
@@ -94,10 +95,15 @@ class Child:
 
 
 class Homes:
-    dying = SimpleNamespace(add=lambda child: None)
+    dying = SimpleNamespace(add=lambda child: child.channel.close())
+
+    def __init__(self) -> None:
+        self.given = 0
 
     def give(self, child: Child) -> None:
         """Nobody takes it again."""
+        self.given += 1
+        child.channel.close()
 
     def take(self) -> Child:
         return Child()
@@ -135,11 +141,13 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def made(source: str = SOURCE, claim: Callable[[int], None] = lambda size: None) -> CudaReference:
+def made(
+    source: str = SOURCE, claim: Callable[[int], None] = lambda size: None, homes: Homes | None = None
+) -> CudaReference:
     options = bench_options(sections.TimingBench(), "cpu")
     problem = Problem("one", 1, "one", source)
-    homes = cast(Any, Homes())
-    return CudaReference(cast(Any, None), problem, options, random.Random(1), homes, homes, claim=claim)
+    known = cast(Any, homes or Homes())
+    return CudaReference(cast(Any, None), problem, options, random.Random(1), known, known, claim=claim)
 
 
 @pytest.mark.usefixtures("pretended")
@@ -181,26 +189,63 @@ def test_where_memory_is_scarce_no_more_is_poisoned_than_the_next_outputs(monkey
     found.close()
 
 
-class Counter(torch.nn.Module):
-    """Changes itself in forward, as a recurrent model does that keeps its hidden state."""
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize(("is_short", "given"), [(False, 1), (True, 0)])
+def test_a_process_whose_library_found_too_little_memory_serves_nobody_else(is_short: bool, given: int) -> None:
+    """It keeps the way that it took, and is refused nothing any more."""
+    homes = Homes()
+    found = made(homes=homes)
+    found.session.is_short = is_short
+    found.retire()
+    assert homes.given == given
 
-    def __init__(self) -> None:
+
+LARGE = """
+import functools
+import torch
+KEPT = {}
+@functools.lru_cache
+def frequencies():
+    return torch.arange(4.0)
+class Model(torch.nn.Module):
+    def __init__(self, size):
         super().__init__()
-        self.linear, self.hidden = torch.nn.Linear(4, 2), torch.zeros(1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear, self.hidden = torch.nn.Linear(4, size), torch.zeros(1)
+    def forward(self, x, y):
         self.hidden = x.sum()
-        return torch.relu(self.linear(x))
+        KEPT.setdefault("mask", torch.ones(1))
+        return self.linear(x + y)
+def get_inputs():
+    return [torch.rand(ROWS, 4) * frequencies(), torch.rand(ROWS, 4)]
+def get_init_inputs():
+    return [2]
+"""
 
 
-def test_sizes_are_told_without_memory_and_without_a_trace() -> None:
-    model, rows = Counter(), 1 << 28
-    assert runner.outlined(lambda: [torch.rand(rows, 4)], model) == (16 * rows, 8 * rows)
-    assert model.hidden.device.type == "cpu"
-    assert model.linear.weight.device.type == "cpu"
-    assert runner.outlined(lambda: [torch.rand(4, 4)], model) == (64, 0), "nobody waits for so little"
-    assert runner.outlined(lambda: [torch.rand(rows, 4)[: int(torch.rand(1))]], model) == (0, 0)
-    assert runner.outlined(lambda: [torch.rand(rows, 4), 2], model) == (16 * rows, 0)
+ROWS, VALUES = "ROWS", "torch.rand(ROWS, 4)]"
+
+
+@pytest.mark.parametrize(
+    ("change", "rows", "found"),
+    [
+        (("", ""), "1 << 28", (2 << 32, 1 << 31)),
+        (("", ""), "16", (512, 0)),  # nobody waits for so little
+        ((VALUES, "torch.rand(ROWS, 4)[: int(torch.rand(1))]]"), "1 << 28", (0, 0)),
+        (("return [2]", "return [int(torch.rand(1))]"), "1 << 28", (2 << 32, 0)),
+    ],
+)
+def test_sizes_are_told_without_memory(change: tuple[str, str], rows: str, found: tuple[int, int]) -> None:
+    """As far as no value is needed for them."""
+    assert runner.outlined(LARGE.replace(*change).replace(ROWS, rows)) == found
+
+
+@pytest.mark.usefixtures("pretended")
+def test_what_a_problem_keeps_is_nothing_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frequencies that its inputs share, a mask of its forward: drawn so, they failed in every call that followed."""
+    monkeypatch.setattr(runner, "LARGE_BYTES", 1)
+    found = made(LARGE.replace(ROWS, "64"))
+    assert len(found.sets) == 10
+    found.close()
 
 
 @pytest.mark.usefixtures("pretended")
@@ -265,7 +310,11 @@ def test_a_recorder_finds_the_weights_in_its_arena_or_beside_it(monkeypatch: pyt
     found, recorders = made(), Recorders(8 << 20)
     assert found._weights is not None
     code = Submission(SOURCE.replace("class Model", "class ModelNew"), "cuda-nvrtc")
-    found.record(cast(Any, recorders), code, [], 0, 1.0)
+    no_statistics = Mock(side_effect=RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats"))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        patched.setattr(torch.cuda, "memory_stats_as_nested_dict", no_statistics)  # of a recorder's allocator
+        found.record(cast(Any, recorders), code, [], 0, 1.0)
     wanted = [found._weights.view(meta) for _, meta in found.ready.weights]
     assert all(map(torch.equal, recorders.weights, wanted))
     assert len(wanted) == 2

@@ -389,7 +389,8 @@ def test_what_went_two_ways_for_want_of_memory_proves_nothing(shortages: tuple[i
 
     child.call = call  # type: ignore[method-assign]
     with contextlib.nullcontext() if is_proven else pytest.raises(NoMemory, match="two ways"):
-        assert watched(child).of_watched() is None
+        assert watched(child).of_watched(may_lack=True) is None
+    assert watched(child).of_watched() is None, "nobody else has any"
 
 
 def test_a_proof_that_found_no_memory_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:

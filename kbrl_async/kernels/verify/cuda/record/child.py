@@ -41,7 +41,7 @@ from kbrl_async.kernels.verify.cuda.record.graph import Graphs, NotRecordable
 from kbrl_async.kernels.verify.cuda.record.heap import Heap
 from kbrl_async.kernels.verify.cuda.record.machine_code import MachineCode
 from kbrl_async.kernels.verify.cuda.record.own_graphs import OwnGraphs
-from kbrl_async.kernels.verify.cuda.runner import CudaRunner
+from kbrl_async.kernels.verify.cuda.runner import CudaRunner, MemoryUse
 from kbrl_async.kernels.verify.cuda.telling import begin_gradients, telling
 from kbrl_async.kernels.verify.memory import whole
 
@@ -294,6 +294,10 @@ class _Candidate(CudaRunner):
         self._weights = weights
         super().__init__(channel, setup, fds, where)
         self._weights = None
+
+    def _memory(self, begins: bool = False) -> MemoryUse:
+        """A recorder's allocator keeps no statistics: asked for them, torch raises."""
+        return MemoryUse(0, 0, 0)
 
     def _read(self, metas: list[wire.TensorMeta]) -> list[torch.Tensor]:
         return super()._read(metas) if self._weights is None else [values.view(self._weights, meta) for meta in metas]

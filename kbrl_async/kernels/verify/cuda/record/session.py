@@ -105,6 +105,11 @@ class Recorders:
             if not self._is_begun:
                 self._end()
 
+    def shrink(self, arena_bytes: int) -> None:
+        """The same, and nobody who is being killed has any memory of before."""
+        self.resize(arena_bytes)
+        self._dying.close()
+
     def forget(self) -> None:
         """The next candidate gets a fresh process: what this one has served may have spoilt it."""
         self._end()

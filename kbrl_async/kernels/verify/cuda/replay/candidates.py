@@ -336,7 +336,7 @@ class Replays:
         self._give_back_second()
         try:
             if self._recorders is not None:
-                self._recorders.resize(_LITTLE)
+                self._recorders.shrink(_LITTLE)
             self._host.shrink(_LITTLE)
         except CudaError:
             self.close()

@@ -39,7 +39,7 @@ _NAME = "a process that replays"
 _CPU_S = 1 << 20
 _SLOW, _SLOW_NS = 5.0, 2_000_000.0
 """A known kernel that takes so many times what it took at first, and so much more."""
-_MOST_HELD = 4 << 30
+_MOST_HELD, _LITTLE_HELD = 4 << 30, 256 << 20
 _MOST_SERVED = 256
 """What kernels of one candidate leave in a player shows in the known kernel; if not, it is gone after so many."""
 _SPARE_FACTOR = 4
@@ -65,7 +65,8 @@ class PlayerProcess:
         self.mapped: DeviceArena | None = None
         self.first_ns = 0.0
         """Of the known kernel, when it ran for the first time after a candidate."""
-        self.served = 0
+        self.served = self.held = 0
+        """Candidates, and bytes of memory of its own that it keeps."""
 
     @property
     def isolation(self) -> Isolation:
@@ -133,6 +134,8 @@ class ReplayHost:
         self._arena: DeviceArena | None = None
         self._is_spoilt = False
         """One that is being killed may still write into the arena."""
+        self._was_short = False
+        """Whether an operator of this candidate's found too little memory: its library keeps the way that it took."""
         self._loaded: tuple[list[Image], Recording] | None = None
 
     @property
@@ -165,7 +168,7 @@ class ReplayHost:
         :raises Unreplayable: it can't be loaded.
         :raises InfraError: the host starts no process to load it in.
         """
-        self._loaded = images, plan
+        self._loaded, self._was_short = (images, plan), False
         self._mapped()  # whatever ends it by now is nothing of this candidate's
         with _file(images, plan) as (fd, length):
             order = orders.LoadProgram([(image.digest, list(map(len, image.parts))) for image in images], length)
@@ -179,10 +182,14 @@ class ReplayHost:
 
     def done(self, order: orders.WarmUp | orders.RunForward, deadline_s: float) -> bool:
         """Whether an operator found too little memory."""
-        return self._ask(orders.RunDone, order, deadline_s).is_short
+        told = self._ask(orders.RunDone, order, deadline_s)
+        self._was_short = self._was_short or told.is_short
+        return told.is_short
 
     def timed(self, order: orders.Time, deadline_s: float) -> orders.Times:
-        return self._ask(orders.Times, order, deadline_s)
+        told = self._ask(orders.Times, order, deadline_s)
+        self._was_short = self._was_short or told.is_short
+        return told
 
     def revive(self) -> DeviceArena:
         """What was loaded, in a player that lives, and in memory that the one before it can't reach."""
@@ -202,6 +209,9 @@ class ReplayHost:
         """
         if self._arena is None or self._arena.size <= size:
             return
+        if self._player is not None and self._player.held > _LITTLE_HELD:
+            self._drop()
+        self._dying.close()
         self._arena.close()
         self._arena, self._is_spoilt = None, False
         self._arena = DeviceArena.new(size, torch.device(self._device))
@@ -222,8 +232,8 @@ class ReplayHost:
             return
         player.first_ns = player.first_ns or sung.elapsed_ns
         is_slow = sung.elapsed_ns > _SLOW * player.first_ns + _SLOW_NS
-        player.served += 1
-        if not sung.is_right or is_slow or sung.held > _MOST_HELD or player.served >= _MOST_SERVED:
+        player.served, player.held = player.served + 1, sung.held
+        if self._was_short or not sung.is_right or is_slow or sung.held > _MOST_HELD or player.served >= _MOST_SERVED:
             self._drop()
 
     def refill(self) -> None:
