@@ -182,9 +182,7 @@ class Draw(msgspec.Struct, frozen=True, tag="draw"):
 
 
 class Outline(msgspec.Struct, frozen=True, tag="outline"):
-    """How large are the inputs of this problem, and the answer to them? Nothing is made."""
-
-    source: str
+    """How large are the inputs of the problem, and the answer to them? Nothing is made."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):

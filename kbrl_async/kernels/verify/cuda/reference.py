@@ -236,7 +236,7 @@ class CudaReference(Reference):
         """What is drawn first has its place among others' plans already."""
         self._close_drawn()
         assert isinstance(self.session, CudaSession)
-        told = self.session.outlined(self.problem.source, self._options.reference_deadline_s)
+        told = self.session.outlined(self._options.reference_deadline_s)
         weights, memory = sum(_meta_bytes(meta) for _, meta in self.ready.weights), self.plannable_bytes()
         Sizes(told.inputs, told.outputs, weights, frees=True).refuse(self.problem.problem_id, memory)
         sizes = Sizes(told.inputs, told.outputs, weights, frees=True)

@@ -127,7 +127,7 @@ class CudaRunner(runner.Runner):
 
     def __init__(self, channel: socket.socket, setup: wire.Setup, fds: list[int], where: torch.device) -> None:
         self._where, self._driver = where, driver()
-        self._weights_bytes = setup.weights_bytes
+        self._weights_bytes, self._source = setup.weights_bytes, setup.source
         self._given: DeviceArena | None = None
         self._pending: list[torch.Tensor] = []
         self._shared: DeviceArena | None = None
@@ -232,7 +232,7 @@ class CudaRunner(runner.Runner):
             beside = torch.cuda.max_memory_allocated() - before if places else 0
             self.channel.send(wire.encode(wire.Drawn(tree, metas, beside)))
         elif isinstance(order, wire.Outline):
-            self.channel.send(wire.encode(wire.Outlined(*outlined(order.source))))
+            self.channel.send(wire.encode(wire.Outlined(*outlined(self._source))))
         elif isinstance(order, wire.Export):
             given = DeviceArena.received(fds[0], order.size, self._where) if fds else None
             self._export(given, order.keeps_freed)
