@@ -39,7 +39,7 @@ from kbrl_async.kernels.verify.report import placed, verdict_of
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Submission
 from kbrl_async.kernels.verify.several import Several
 from kbrl_async.kernels.verify.sharing import Shared
-from protocols.records import OBSERVED, REPLAYED, BenchReport, Candidate, Fault, Problem, Strictness, Timing, Verdict
+from protocols.records import OBSERVED, BenchReport, Candidate, Fault, Problem, Strictness, Timing, Verdict
 
 _TRIES = 3
 """Of one candidate, where the device has no memory left: between two of them all that is kept is given back."""
@@ -183,10 +183,6 @@ class Bench:
         is_wrong = verdict.fault is Fault.INCORRECT and (is_large or self._is_short)
         return is_wrong or verdict.fault is Fault.OUT_OF_MEMORY
 
-    def _is_short_beside_others(self, session: Judged | None) -> bool:
-        """Whether it was short of memory that somebody else may have: it can ask for what no GPU has."""
-        return session is not None and session.is_short and (session.trust == REPLAYED or self._device.is_crowded)
-
     def _family(self, problem: Problem, tick: Tick) -> Family:
         """A reference holds no foreign code. One that crashes may stand for a damaged sandbox, so that is replaced."""
         try:
@@ -313,8 +309,9 @@ class Bench:
                 raise NoMemory(f"no memory on {self.device} ({error})"[:300], "Give the bench more of it") from error
             return verdict_of(checker), None
         finally:
-            is_short = checker.reference.session.is_short or self._is_short_beside_others(checker.session)
-            self._is_short = self._is_short or is_short
+            both = checker.session, checker.reference.session
+            is_short = any(one is not None and one.is_short for one in both)
+            self._is_short = self._is_short or (is_short and self._device.is_crowded)
             pid = checker.session.host_pid if checker.session is not None else 0
             checker.close()
             if checker.fault is not None:

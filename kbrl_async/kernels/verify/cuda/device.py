@@ -350,7 +350,7 @@ class CudaDevice(Device):
         """
         if not reference.is_short or not self.has_neighbours or reference.problem.source in self._always_short:
             return
-        if self._has_all and not self.is_crowded:
+        if self._has_all and not any(other.held for other in self._others):
             self._always_short.add(reference.problem.source)
         if not self._has_all:
             raise NoMemory("the library found too little memory for the reference's usual way")

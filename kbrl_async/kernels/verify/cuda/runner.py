@@ -17,6 +17,7 @@ import functools
 import gc
 import importlib
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterable
@@ -54,6 +55,7 @@ def preload() -> None:
 preload()
 _MAX_FDS = 128
 LARGE_BYTES = 256 << 20
+_NEEDS_MEMORY = re.compile(r"\b(triton|load_inline|cpp_extension|cupy|ctypes|data_ptr|custom_op|library|set_\w+)\b")
 _AHEAD = 8
 """Flushes before an ordinary forward: some 0.3 ms in which its Python gets ahead of the GPU."""
 
@@ -127,7 +129,8 @@ class CudaRunner(runner.Runner):
 
     def __init__(self, channel: socket.socket, setup: wire.Setup, fds: list[int], where: torch.device) -> None:
         self._where, self._driver = where, driver()
-        self._weights_bytes, self._source = setup.weights_bytes, setup.source
+        self._weights_bytes = setup.weights_bytes
+        self._outline = outlined(setup.source) if setup.init is None else (0, 0)  # what is loaded last is what counts
         self._given: DeviceArena | None = None
         self._pending: list[torch.Tensor] = []
         self._shared: DeviceArena | None = None
@@ -203,8 +206,10 @@ class CudaRunner(runner.Runner):
 
     def failure(self, error: BaseException) -> wire.Failed:
         """A library that was refused memory may fail in words that say nothing of it."""
-        failed = device_failure(error)
-        is_short = failed.kind == "runtime_error" and self._memory().refusals > self._before.refusals
+        failed, is_short = device_failure(error), False
+        if failed.kind == "runtime_error":
+            with contextlib.suppress(RuntimeError):  # the context may be lost
+                is_short = self._memory().refusals > self._before.refusals
         return msgspec.structs.replace(failed, kind="out_of_memory") if is_short else failed
 
     def _memory(self, begins: bool = False) -> MemoryUse:
@@ -215,6 +220,7 @@ class CudaRunner(runner.Runner):
         return max(0, now.most - self._before.allocated), now.refusals > self._before.refusals
 
     def _order(self, order: wire.Order, fds: list[int]) -> None:
+        self._before = self._memory()
         if isinstance(order, wire.Draw):
             tensors: list[torch.Tensor] = []
             made = []
@@ -232,7 +238,7 @@ class CudaRunner(runner.Runner):
             beside = torch.cuda.max_memory_allocated() - before if places else 0
             self.channel.send(wire.encode(wire.Drawn(tree, metas, beside)))
         elif isinstance(order, wire.Outline):
-            self.channel.send(wire.encode(wire.Outlined(*outlined(self._source))))
+            self.channel.send(wire.encode(wire.Outlined(*self._outline)))
         elif isinstance(order, wire.Export):
             given = DeviceArena.received(fds[0], order.size, self._where) if fds else None
             self._export(given, order.keeps_freed)
@@ -434,19 +440,25 @@ def _poison_free(outputs: Iterable[torch.Tensor]) -> None:
 def outlined(source: str) -> tuple[int, int]:
     """Bytes of a problem's inputs and outputs, by tensors without memory: of a module of its own, because what that
     keeps, it keeps without memory. What needs values fails, and 0 is said then; so it is of the outputs of small
-    inputs.
+    inputs, and of problems that set defaults of torch, register operators or launch kernels themselves.
     """
     inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
+    if _NEEDS_MEMORY.search(source):
+        return 0, 0
     with contextlib.suppress(Exception), torch.device("meta"):
         module: Any = plan.load(source) or contract.load("outlined", source, folder=os.environ.get("TMPDIR", ""))
         given = list(module.get_inputs())
         values.flatten(given, inputs)
-        if size_of(inputs) >= LARGE_BYTES:
+        if size_of(inputs) >= LARGE_BYTES and all(tensor.is_meta for tensor in inputs):
             args, kwargs = contract.arguments(module.get_init_inputs())
             values.flatten(module.Model(*args, **kwargs)(*given), outputs)
     sys.modules.pop("outlined", None)
-    return size_of(inputs), size_of(outputs)
+    found = size_of(inputs), size_of(outputs)
+    if not all(tensor.is_meta for tensor in (*inputs, *outputs)):
+        inputs, outputs, given = [], [], []
+        torch.cuda.empty_cache()
+    return found
 
 
 class MemoryUse(NamedTuple):

@@ -73,7 +73,7 @@ def test_what_is_wrong_where_a_library_was_short_of_memory_is_judged_once_more()
     """Of a transposed convolution two of 272,646,144 values were wrong, of which none was beside fewer verifiers."""
     assert [judged_with(both) for both in ((False, False), (True, False), (False, True))] == [1, 2, 2]
     assert judged_with((True, True), _Alone) == 1
-    assert judged_with((True, False), _Idle) == 1, "it can ask for what no GPU has, and be judged twice for that"
+    assert judged_with((True, True), _Idle) == 1, "it can ask for what no GPU has, and be judged twice for that"
 
 
 def judged(first: list[Exception | Verdict], device: type[Device] = _Shared) -> tuple[Verdict, Mock]:

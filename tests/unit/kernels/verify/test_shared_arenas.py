@@ -232,6 +232,7 @@ ROWS, VALUES = "ROWS", "torch.rand(ROWS, 4)]"
         (("", ""), "16", (512, 0)),  # nobody waits for so little
         ((VALUES, "torch.rand(ROWS, 4)[: int(torch.rand(1))]]"), "1 << 28", (0, 0)),
         (("return [2]", "return [int(torch.rand(1))]"), "1 << 28", (2 << 32, 0)),
+        (("KEPT = {}", "KEPT = {}\ntorch.set_default_dtype(torch.float32)"), "1 << 28", (0, 0)),
     ],
 )
 def test_sizes_are_told_without_memory(change: tuple[str, str], rows: str, found: tuple[int, int]) -> None:

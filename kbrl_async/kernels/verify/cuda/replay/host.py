@@ -209,6 +209,7 @@ class ReplayHost:
         """
         if self._arena is None or self._arena.size <= size:
             return
+        self._forget_the_dead()
         if self._player is not None and self._player.held > _LITTLE_HELD:
             self._drop()
         self._dying.close()
