@@ -106,8 +106,10 @@ class Bench:
         fast kernels would seem impossible.
         """
         self.peaks = self.options.peaks
-        self._plan, self._is_short = "", False
+        self._plan = ""
         """Of the last candidate that was right on its input sets."""
+        self._is_short = False
+        """Whether a library was short of memory, which others plan with, in what was judged last."""
 
     def close(self) -> None:
         self.references.close()

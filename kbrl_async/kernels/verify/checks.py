@@ -87,8 +87,8 @@ class Checker:
         self._left: list[tuple[int, InputSet]] = []
         """Sets that it has not seen."""
         self._slots: list[int] = []
-        self._is_lean, self._held_at = False, 0
-        """Whether memory is scarce: then an earlier output is there at this set only, which is secret."""
+        self._held_at = 0
+        """Where memory is scarce, an earlier output is there at this set only, which is secret."""
         self._overwritten: set[int] = set()
         self._may_be_spared = False
         self._calls_s: list[float] = []
@@ -223,7 +223,6 @@ class Checker:
         count = len(self.session.slots)
         # A further one costs its graph.
         self._slots = checked_slots(count, self.options.slots, self._rng)
-        self._is_lean = self.session.gives_back and not self.reference.keeps_sets
         self._held_at = self._rng.randrange(1, len(sets))
         seen = SPARED_SETS if self._may_be_spared else len(sets)
         self._recorded, self._overwritten = self._rng.randrange(1, seen), {self._rng.randrange(len(sets))}
@@ -247,11 +246,12 @@ class Checker:
 
     def _run_left(self, tick: Callable[[], None]) -> None:
         assert self.session is not None
+        is_lean = self.session.gives_back and not self.reference.keeps_sets
         # How long the host needed for its processes, or others had the device, is no time of the candidate's.
         self._deadline = max(self._deadline, time.monotonic() + self.options.deadline_s)
         self._earlier = []  # calls between two runs were others: a process holds the outputs of its last ones only
         try:
-            self.session.call(wire.OP_POISON_ON, int(self._is_lean), self.call_deadline())
+            self.session.call(wire.OP_POISON_ON, int(is_lean), self.call_deadline())
             while self._left:
                 number = len(self.reference.sets) - len(self._left)
                 if self._is_enough(number):
@@ -260,7 +260,7 @@ class Checker:
                 which, input_set = self._left.pop(0)
                 op = wire.OP_TRACE if number == self._recorded and self.is_recorded else wire.OP_RUN
                 slot = self._slots[number % len(self._slots)]
-                if self._is_lean and number != self._held_at:  # a set is made with nothing of the candidate's beside
+                if is_lean and number != self._held_at:  # a set is made with nothing of the candidate's beside
                     self.session.call(wire.OP_FREE, 0, self.call_deadline())
                     self._earlier = []
                 self._wait(input_set.known.load)

@@ -51,8 +51,9 @@ _MADE = (
 )
 _BESIDE = (
     (2, 5, 1, 1),  # a set is drawn beside a candidate: both arenas; three outputs that the candidate holds
+    # not where the candidate frees its outputs, and holds one or two:
     (2, 6, 0, 1),  # it is answered: the same, and the reference's own outputs; or compared: a copy of what came
-)  # not where the candidate frees its outputs: it holds one then, or two
+)
 """Where sets are not kept: at which moments how often inputs, outputs, a draw outside of any arena, and a copy of the
 inputs, where the bench needs one beside a candidate, are in memory. All else goes by parts (`pieces`)."""
 Blocks = list[torch.Tensor]
@@ -104,12 +105,11 @@ class Sizes(msgspec.Struct, frozen=True):
         """Whether `memory` bytes, of which others want some, are enough to keep all sets."""
         return self.kept(draws, slots) <= _ALL_SHARE * memory
 
-    def plan(self, memory: int, draws: int, slots: int) -> tuple[bool, bool, int]:
-        """Whether all sets are kept, whether the reference is run in fp64, and the peak of that."""
-        if self.are_kept(memory, draws, slots):
-            return True, self.widened <= memory, self.kept(draws, slots)
-        widens = self.widened <= memory
-        return False, widens, self.widened if widens else self.asked
+    def peak(self, keeps_sets: bool, widens: bool, draws: int, slots: int) -> int:
+        """Where sets are kept or not, and the reference is run in fp64 or not."""
+        if keeps_sets:
+            return self.kept(draws, slots)
+        return self.widened if widens else self.asked
 
     def refuse(self, problem_id: str, memory: int) -> None:
         """:raises ProblemError: one set at a time does not fit either."""

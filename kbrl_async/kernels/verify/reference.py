@@ -54,6 +54,9 @@ class Reference:
     lends: ClassVar[bool] = False
     """Whether what its child holds of a set serves the bench as well."""
 
+    frees: ClassVar[bool] = False
+    """Whether a candidate's process gives its outputs back before a set is made again: see `Sizes`."""
+
     def __init__(
         self,
         zygote: Zygote,
@@ -318,9 +321,8 @@ class Reference:
 
         :raises ProblemError: there is no memory even for one set at a time.
         """
-        weights = sum(values.size_of_meta(meta) for _, meta in self.ready.weights)
         inputs = size_of(self.examples)
-        sizes, memory = Sizes(inputs, size_of(outputs), weights), self.plannable_bytes()
+        sizes, memory = Sizes(inputs, size_of(outputs), self.state_bytes), self.plannable_bytes()
         if outputs:  # before that nothing is known of draws either
             owned = inputs if mutated or not self.lends else 0
             wide = max(
@@ -329,15 +331,15 @@ class Reference:
             more = {"drawn": self.drawn_beside, "owned": owned, "apart": self.kept_draws, "wide": max(1, wide)}
             sizes = msgspec.structs.replace(sizes, frees=self.frees, **more)
         sizes.refuse(self.problem.problem_id, memory)
-        may_keep, may_widen, _ = sizes.plan(memory, self._options.pool, self._options.slots)
-        self.keeps_sets &= may_keep
-        self.widens &= may_widen
-        asked = sizes.widened if self.widens else sizes.asked
-        self.needed = sizes.kept(self._options.pool, self._options.slots) if self.keeps_sets else asked
+        self.keeps_sets &= sizes.are_kept(memory, self._options.pool, self._options.slots)
+        self.widens &= sizes.widened <= memory
+        self.needed = sizes.peak(self.keeps_sets, self.widens, self._options.pool, self._options.slots)
         return self.keeps_sets, self.widens
 
-    frees = False
-    """See `Sizes`."""
+    @property
+    def state_bytes(self) -> int:
+        """Of its weights, without what lies between them."""
+        return sum(values.size_of_meta(meta) for _, meta in self.ready.weights)
 
     @property
     def drawn_beside(self) -> int:

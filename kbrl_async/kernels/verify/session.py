@@ -85,11 +85,14 @@ class Judged(Protocol):
     needs (`OP_POISON_ON`)."""
     is_shared: bool
     """Whether a process that had served others had a part in it: then what counts is found out once more without."""
-    is_short: bool
-    """Whether in any call so far a library found too little memory of the device, and may have gone a way that rounds
-    otherwise."""
     plan: str
     """A digest of the steps of a replay, the same in every process that has recorded the same work; empty: none."""
+
+    @property
+    def is_short(self) -> bool:
+        """Whether in any call so far a library found too little memory of the device, and may have gone a way that
+        rounds otherwise."""
+        ...
 
     @property
     def host_pid(self) -> int: ...

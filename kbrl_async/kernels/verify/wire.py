@@ -87,6 +87,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     init: Tree = None
     init_tensors: list[TensorMeta] = []
     weights: list[tuple[str, TensorMeta]] = []
+    outline: tuple[Count, Count] = (0, 0)
+    """Of a reference on a GPU: bytes of its inputs and outputs; 0 where nobody knows without making them."""
 
 
 class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
@@ -94,12 +96,6 @@ class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
     tensors: list[TensorMeta]
     beside: int = 0
     """Bytes that making them took at most, beside any arena: none where they came about where they belong."""
-
-
-class Outlined(msgspec.Struct, frozen=True, tag="outlined"):
-    inputs: Count
-    outputs: Count
-    """Bytes; 0 where nobody knows without making them."""
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -181,10 +177,6 @@ class Draw(msgspec.Struct, frozen=True, tag="draw"):
     """On a GPU: into slot 0 of the arena that is there, by the `Export` that follows."""
 
 
-class Outline(msgspec.Struct, frozen=True, tag="outline"):
-    """How large are the inputs of the problem, and the answer to them? Nothing is made."""
-
-
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
     """Where the inputs of each slot lie, in a new arena whose descriptor travels along; on a GPU without one in the
     arena that is there.
@@ -253,8 +245,8 @@ class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
     """It can serve nobody any more."""
 
 
-Reply = Confined | Ready | Drawn | Outlined | Done | Captured | Taped | Timed | Failed | Recorded
-Order = Draw | Outline | Attach | Export | Mute | Rest
+Reply = Confined | Ready | Drawn | Done | Captured | Taped | Timed | Failed | Recorded
+Order = Draw | Attach | Export | Mute | Rest
 RecorderOrder = Map | RecordForward
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode

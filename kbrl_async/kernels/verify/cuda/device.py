@@ -161,8 +161,8 @@ class CudaDevice(Device):
         kept: OrderedDict[str, Family],
         tick: Tick,
     ) -> CudaReference:
-        """As often as more memory is asked for than others leave; where it ran out, or a large one was inconstant,
-        once more.
+        """As often as more memory is asked for than others leave; where it ran out, or one that was short of it gave
+        two answers, once more.
 
         :raises DoesNotFit: nobody else has any, even once this verifier has given way.
         :raises NoMemory: others have it.
@@ -301,16 +301,10 @@ class CudaDevice(Device):
 
     def give_back(self, keeps_processes: bool = False) -> None:
         """All memory that can be had again, which ends all processes that wait; or all that is in anybody's plan."""
-        if self.replays is not None and keeps_processes:
-            self.replays.shrink()
-        elif self.replays is not None:
-            self.replays.close()
-        for waiting in (self.homes, self.spares):
-            if waiting is not None and keeps_processes:
-                waiting.settle()
-                waiting.dying.close()
-            elif waiting is not None:
-                waiting.close()
+        if keeps_processes:
+            self._clear_processes()
+        else:
+            self._end_processes()
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -348,7 +342,7 @@ class CudaDevice(Device):
         """:raises NoMemory: it would be timed the slower for memory that others have. Once they have left everything it
         is timed as it is: it may need more than there is.
         """
-        if not reference.is_short or not self.has_neighbours or reference.problem.source in self._always_short:
+        if not reference.session.is_short or not self.has_neighbours or reference.problem.source in self._always_short:
             return
         if self._has_all and not any(other.held for other in self._others):
             self._always_short.add(reference.problem.source)
@@ -448,7 +442,19 @@ class CudaDevice(Device):
             self.reservations.hold(0)
 
     def close(self) -> None:
-        for started in (self.spares, self.homes, self.replays, self.reservations):
+        self._end_processes()
+        if self.reservations is not None:
+            self.reservations.close()
+        self.reservations = None
+
+    def _clear_processes(self) -> None:
+        if self.replays is not None:
+            self.replays.shrink()
+        for waiting in (self.homes, self.spares):
+            if waiting is not None:
+                waiting.clear()
+
+    def _end_processes(self) -> None:
+        for started in (self.spares, self.homes, self.replays):
             if started is not None:
                 started.close()
-        self.reservations = None

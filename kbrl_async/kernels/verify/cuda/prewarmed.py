@@ -65,6 +65,11 @@ class PrewarmedChildren:
         for child in self._waiting:
             select.select([child.channel], [], [], _SETTLE_S)
 
+    def clear(self) -> None:
+        """Returns when all those that rest, or were killed, have given their memory back."""
+        self.settle()
+        self.dying.close()
+
     def close(self) -> None:
         while self._waiting:
             self._waiting.pop().close()

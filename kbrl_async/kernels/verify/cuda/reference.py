@@ -198,11 +198,6 @@ class CudaReference(Reference):
         known = self.session.captured or self.session.capture(self.plan.batch, self._options.reference_deadline_s)
         return known.refused
 
-    @property
-    def is_short(self) -> bool:
-        """Whether its library found too little memory in any call: cuDNN then takes a plan that needs less."""
-        return self.session.is_short
-
     def attach(self, session: Judged) -> None:
         assert isinstance(session, TimedSide)
         session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs)
@@ -219,7 +214,7 @@ class CudaReference(Reference):
         try:
             super().refresh()
         except Inconstant as error:
-            error.is_short = self.is_short
+            error.is_short = self.session.is_short
             raise
         except (torch.OutOfMemoryError, CudaError) as error:
             raise DoesNotFit(f"{self.problem.problem_id} does not fit on this GPU ({error})"[:300]) from error
@@ -235,13 +230,13 @@ class CudaReference(Reference):
     def _prepare(self) -> None:
         """What is drawn first has its place among others' plans already."""
         self._close_drawn()
-        assert isinstance(self.session, CudaSession)
-        told = self.session.outlined(self._options.reference_deadline_s)
-        weights, memory = sum(_meta_bytes(meta) for _, meta in self.ready.weights), self.plannable_bytes()
-        Sizes(told.inputs, told.outputs, weights, frees=True).refuse(self.problem.problem_id, memory)
-        sizes = Sizes(told.inputs, told.outputs, weights, frees=True)
-        planned = sizes.plan(memory, self._options.pool, self._options.slots)[2] if told.outputs else 0
-        self._claim(max(planned, msgspec.structs.replace(sizes, drawn=told.inputs).made))
+        (inputs, outputs), memory = self.ready.outline, self.plannable_bytes()
+        draws, slots = self._options.pool, self._options.slots
+        sizes = Sizes(inputs, outputs, self.state_bytes, frees=self.frees)
+        sizes.refuse(self.problem.problem_id, memory)
+        is_kept, widens = sizes.are_kept(memory, draws, slots), sizes.widened <= memory
+        planned = sizes.peak(is_kept, widens, draws, slots) if outputs else 0
+        self._claim(max(planned, msgspec.structs.replace(sizes, drawn=inputs).made))
         super()._prepare()
 
     def _close_drawn(self) -> None:
@@ -334,7 +329,7 @@ class CudaReference(Reference):
         self._fill(draws)
         answered = session.call(wire.OP_RUN, 0, deadline)
         self._outs = [_plain(meta) for meta in answered.tensors]
-        self.inside = max(0, answered.inside - sum(map(_meta_bytes, self._outs)))
+        self.inside = max(0, answered.inside - sum(map(values.size_of_meta, self._outs)))
         self._planned(
             [torch.empty(meta.shape, dtype=values.dtype_of(meta.dtype), device="meta") for meta in self._outs]
         )
@@ -359,7 +354,7 @@ class CudaReference(Reference):
     @property
     def slot_bytes(self) -> int:
         """Of the inputs and outputs of one call."""
-        return sum(map(_bytes, self.examples)) + sum(map(_meta_bytes, self._outs))
+        return size_of(self.examples) + sum(map(values.size_of_meta, self._outs))
 
     @property
     def weights_bytes(self) -> int:
@@ -375,7 +370,7 @@ class CudaReference(Reference):
         session = self.session
         assert isinstance(session, CudaSession)
         arenas = sum(arena.size for arena in (*self._drawn, self._weights, session.shared) if arena is not None)
-        return arenas + sum(_bytes(tensor) for one in self.sets for tensor in one.known.held)
+        return arenas + sum(size_of(one.known.held) for one in self.sets)
 
 
 def memory_of(options: BenchOptions) -> int:
@@ -401,8 +396,7 @@ def retire(kept: OrderedDict[str, Family], count: int, homes: PrewarmedChildren)
         return
     while len(kept) > count:
         kept.popitem(last=False)[1].retire()
-    homes.settle()
-    homes.dying.close()  # until then the driver has its memory
+    homes.clear()  # until then the driver has its memory
 
 
 def _is_free(options: BenchOptions) -> bool:
@@ -413,11 +407,3 @@ def _is_free(options: BenchOptions) -> bool:
 
 def _plain(meta: wire.TensorMeta) -> wire.TensorMeta:
     return msgspec.structs.replace(meta, kind="Tensor")
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _meta_bytes(meta: wire.TensorMeta) -> int:
-    return math.prod(meta.shape) * values.dtype_of(meta.dtype).itemsize

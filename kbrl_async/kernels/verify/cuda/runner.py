@@ -55,6 +55,7 @@ def preload() -> None:
 preload()
 _MAX_FDS = 128
 LARGE_BYTES = 256 << 20
+"""Inputs of fewer are planned with once they are drawn."""
 _NEEDS_MEMORY = re.compile(r"\b(triton|load_inline|cpp_extension|cupy|ctypes|data_ptr|custom_op|library|set_\w+)\b")
 _AHEAD = 8
 """Flushes before an ordinary forward: some 0.3 ms in which its Python gets ahead of the GPU."""
@@ -197,7 +198,8 @@ class CudaRunner(runner.Runner):
         tree = values.flatten(configs.packed(init), tensors)
         state = self.model.state_dict()
         metas = self._describe([*tensors, *state.values()])
-        return wire.Ready(tree, metas[: len(tensors)], list(zip(state, metas[len(tensors) :], strict=True)))
+        weights = list(zip(state, metas[len(tensors) :], strict=True))
+        return wire.Ready(tree, metas[: len(tensors)], weights, self._outline)
 
     def _describe(self, tensors: list[torch.Tensor]) -> list[wire.TensorMeta]:
         """What the next `Export` will copy."""
@@ -237,8 +239,6 @@ class CudaRunner(runner.Runner):
             self._settle(places)
             beside = torch.cuda.max_memory_allocated() - before if places else 0
             self.channel.send(wire.encode(wire.Drawn(tree, metas, beside)))
-        elif isinstance(order, wire.Outline):
-            self.channel.send(wire.encode(wire.Outlined(*self._outline)))
         elif isinstance(order, wire.Export):
             given = DeviceArena.received(fds[0], order.size, self._where) if fds else None
             self._export(given, order.keeps_freed)

@@ -289,12 +289,6 @@ class CudaSession(Session):
         self._expect(wire.Ready, deadline_s)
         return drawn.tree, [self.shared.view(meta) for meta in drawn.tensors], None
 
-    def outlined(self, deadline_s: float) -> wire.Outlined:
-        """How large what `drawn` would make is, and the answer to it."""
-        self.thaw()
-        self._send(wire.encode(wire.Outline()))
-        return self._expect(wire.Outlined, deadline_s)
-
     def call(self, op: int, slot: int, deadline_s: float, meter: object = no_meter) -> ForwardOutcome:
         """As on a CPU; our writes are done before, and a candidate's output area holds poison."""
         self.uses += 1

@@ -25,7 +25,6 @@ from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.capture import CapturedForwards, tensors_kept_by
 from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels, without_chance
 from kbrl_async.kernels.verify.cuda.reference import MAX_BATCH, plan
-from kbrl_async.kernels.verify.cuda.replay.orders import Times
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
 from kbrl_async.kernels.verify.cuda.replay.stretches import stretches_of
 from kbrl_async.kernels.verify.cuda.session import CudaSession, place_outputs
@@ -248,7 +247,7 @@ def test_inputs_that_a_forward_changes_are_drawn_again_before_it_runs_without_ow
     session._least = lambda slot, is_muted, deadline_s: drawn.append("timed") or 9.0
     session.run = lambda *given, **named: drawn.append("run")
     session.outputs, session.answered = lambda *given: [], lambda *given: ""
-    session._host.timed.return_value = Times(1.0)
+    session._host.timed.return_value = 1.0
     sides.candidate, sides.fill = session, lambda slots: drawn.append("drawn")
     sides.reference.call.return_value.tensors = []
     CapturedKernels(Mock(), sides).without(["own"], 2)

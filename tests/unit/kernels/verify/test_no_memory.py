@@ -49,11 +49,17 @@ class _Alone(Device):
     has_neighbours = False
 
 
+def bench_on(device: Device) -> tuple[Bench, Mock]:
+    """And its references."""
+    zygote = cast(Any, SimpleNamespace(start=lambda: None, generation=1))
+    bench = Bench(zygote, bench_options(sections.TimingBench(), "cpu"), device=device)
+    bench.references = references = Mock()
+    return bench, references
+
+
 def judged_with(both: tuple[bool, bool], device: type[Device] = _Shared) -> int:
     """How often a candidate that is wrong is judged where it, or its reference, was short of memory."""
-    zygote = cast(Any, SimpleNamespace(start=lambda: None, generation=1))
-    bench = Bench(zygote, bench_options(sections.TimingBench(), "cpu"), device=device("a GPU"))
-    bench.references = references = Mock()
+    bench, references = bench_on(device("a GPU"))
     reference = Mock(reference_s=0.0, sets=[], session=Mock(is_short=both[1]))
     references.get.return_value.cases = [Mock(reference=reference)]
     asked: list[Checker] = []
@@ -78,9 +84,7 @@ def test_what_is_wrong_where_a_library_was_short_of_memory_is_judged_once_more()
 
 def judged(first: list[Exception | Verdict], device: type[Device] = _Shared) -> tuple[Verdict, Mock]:
     """The verdict where these come before a good one, and what was asked of the references."""
-    zygote = cast(Any, SimpleNamespace(start=lambda: None, generation=1))
-    bench = Bench(zygote, bench_options(sections.TimingBench(), "cpu"), device=device("a GPU"))
-    bench.references = references = Mock()
+    bench, references = bench_on(device("a GPU"))
     references.get.return_value.cases = [Mock()]
     found = [one if isinstance(one, Exception) else (one, None) for one in (*first, Verdict(Fault.OK))]
     with patch.object(module, "settled", side_effect=found):
@@ -153,9 +157,7 @@ def test_nobody_records_a_hoarder_again_on_a_reference_that_is_gone() -> None:
     device = Mock(spec=Device, has_neighbours=False)
     device.free.return_value, device.held.return_value = 0, 80 << 30
     device.fitted.side_effect = lambda options: options
-    zygote = cast(Any, SimpleNamespace(start=lambda: None, generation=1))
-    bench = Bench(zygote, bench_options(sections.TimingBench(), "cpu"), device=device)
-    bench.references = references = Mock()
+    bench, references = bench_on(device)
     reference = Mock(device_bytes=1 << 30, inside=0, reference_s=0.0, sets=[])
     references.get.return_value.cases = [Mock(reference=reference)]
 
@@ -259,7 +261,7 @@ def test_a_forward_that_had_no_room_is_recorded_once_more_with_all_that_there_ma
 
 def unhurt(is_short: bool = False) -> Mock:
     """A reference."""
-    return Mock(spec_set=["open", "is_short", "problem", "session"], is_short=is_short, problem=PROBLEM)
+    return Mock(spec_set=["open", "problem", "session"], session=Mock(is_short=is_short), problem=PROBLEM)
 
 
 def test_a_reference_that_went_a_slower_way_for_want_of_memory_is_made_again_once_others_gave_way() -> None:

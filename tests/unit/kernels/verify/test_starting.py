@@ -17,8 +17,9 @@ from kbrl_async.kernels.sandbox import Isolation, Limits
 from kbrl_async.kernels.timing.turns import DeviceTurns
 from kbrl_async.kernels.verify import recording, replies, wire
 from kbrl_async.kernels.verify.cuda import runner, starting
+from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.record import child as recorder
-from kbrl_async.kernels.verify.cuda.replay import player
+from kbrl_async.kernels.verify.cuda.replay import orders, player
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost
 from kbrl_async.kernels.verify.cuda.session import CudaSession
 from kbrl_async.kernels.verify.cuda.starting import TRIES, NoRoom, NotStarted
@@ -44,7 +45,7 @@ class Arena:
 class Child:
     """Says these words, then has ended."""
 
-    def __init__(self, *words: wire.Reply) -> None:
+    def __init__(self, *words: wire.Reply | orders.Answer) -> None:
         self.channel, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for word in words:
             if word is not ENDS:
@@ -72,7 +73,7 @@ class Spares:
 
     generation = -1
 
-    def __init__(self, *starts: tuple[wire.Reply, ...]) -> None:
+    def __init__(self, *starts: tuple[wire.Reply | orders.Answer, ...]) -> None:
         self.starts, self.taken = starts, list[Child]()
         self.dying = SimpleNamespace(add=lambda child: child.signal(9))
 
@@ -88,7 +89,7 @@ class Spares:
 def start() -> Iterator[Callable[..., Spares]]:
     made: list[Spares] = []
 
-    def begin(*starts: tuple[wire.Reply, ...]) -> Spares:
+    def begin(*starts: tuple[wire.Reply | orders.Answer, ...]) -> Spares:
         made.append(Spares(*starts))
         return made[-1]
 
@@ -139,6 +140,29 @@ def test_a_player_that_does_not_start_in_time_is_nobodys_timeout(start: Start, m
     monkeypatch.setattr(DeviceTurns, "answers", lambda *_: False)
     with pytest.raises(NotStarted, match="was not ready after 30 s"):
         _ = host(start(())).isolation
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_a_player_that_found_too_little_memory_serves_nobody_else(
+    start: Start, monkeypatch: pytest.MonkeyPatch, is_short: bool, is_timed: bool
+) -> None:
+    """Its library keeps the way that it took, and is refused nothing any more."""
+    monkeypatch.setattr(DeviceArena, "new", lambda *_: Arena())
+    last = orders.Times(1.0, is_short) if is_timed else orders.RunDone(is_short)
+    spares = start((CONFINED, orders.RunDone(), orders.RunDone(), last, orders.Sung(True, 1.0, 0)))
+    made = host(spares)
+    made.reserve(1)
+    made.done(orders.WarmUp(0), 1.0)
+    assert not made.is_short
+    if is_timed:
+        made.timed(orders.Time((0,)), 1.0)
+    else:
+        made.done(orders.RunForward(0), 1.0)
+    assert made.is_short is is_short
+    made.unload()
+    assert not made.is_short
+    assert spares.taken[0].is_dying is is_short
 
 
 @pytest.mark.parametrize(

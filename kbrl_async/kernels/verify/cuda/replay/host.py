@@ -134,7 +134,7 @@ class ReplayHost:
         self._arena: DeviceArena | None = None
         self._is_spoilt = False
         """One that is being killed may still write into the arena."""
-        self._was_short = False
+        self.is_short = False
         """Whether an operator of this candidate's found too little memory: its library keeps the way that it took."""
         self._loaded: tuple[list[Image], Recording] | None = None
 
@@ -168,7 +168,7 @@ class ReplayHost:
         :raises Unreplayable: it can't be loaded.
         :raises InfraError: the host starts no process to load it in.
         """
-        self._loaded, self._was_short = (images, plan), False
+        self._loaded = images, plan
         self._mapped()  # whatever ends it by now is nothing of this candidate's
         with _file(images, plan) as (fd, length):
             order = orders.LoadProgram([(image.digest, list(map(len, image.parts))) for image in images], length)
@@ -180,16 +180,14 @@ class ReplayHost:
             raise Unreplayable(answer.refused)
         return answer.has_operators
 
-    def done(self, order: orders.WarmUp | orders.RunForward, deadline_s: float) -> bool:
-        """Whether an operator found too little memory."""
-        told = self._ask(orders.RunDone, order, deadline_s)
-        self._was_short = self._was_short or told.is_short
-        return told.is_short
+    def done(self, order: orders.WarmUp | orders.RunForward, deadline_s: float) -> None:
+        self.is_short |= self._ask(orders.RunDone, order, deadline_s).is_short
 
-    def timed(self, order: orders.Time, deadline_s: float) -> orders.Times:
+    def timed(self, order: orders.Time, deadline_s: float) -> float:
+        """Nanoseconds."""
         told = self._ask(orders.Times, order, deadline_s)
-        self._was_short = self._was_short or told.is_short
-        return told
+        self.is_short |= told.is_short
+        return told.elapsed_ns
 
     def revive(self) -> DeviceArena:
         """What was loaded, in a player that lives, and in memory that the one before it can't reach."""
@@ -222,6 +220,7 @@ class ReplayHost:
 
     def unload(self) -> None:
         """After a candidate. A player whose known kernel is wrong, or far too slow, is replaced."""
+        was_short, self.is_short = self.is_short, False
         self._loaded = None
         player = self._player
         if player is None:
@@ -234,7 +233,7 @@ class ReplayHost:
         player.first_ns = player.first_ns or sung.elapsed_ns
         is_slow = sung.elapsed_ns > _SLOW * player.first_ns + _SLOW_NS
         player.served, player.held = player.served + 1, sung.held
-        if self._was_short or not sung.is_right or is_slow or sung.held > _MOST_HELD or player.served >= _MOST_SERVED:
+        if was_short or not sung.is_right or is_slow or sung.held > _MOST_HELD or player.served >= _MOST_SERVED:
             self._drop()
 
     def refill(self) -> None:

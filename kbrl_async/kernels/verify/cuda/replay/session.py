@@ -67,7 +67,7 @@ class ReplaySession:
 
     trust, trust_reason = REPLAYED, ""
     keeps_outputs, reads_in_place, is_trusted = False, True, True
-    is_short = gives_back = False
+    gives_back = False
 
     def __init__(
         self,
@@ -114,6 +114,10 @@ class ReplaySession:
     def host_pid(self) -> int:
         """No process of the candidate's is left to wait for."""
         return 0
+
+    @property
+    def is_short(self) -> bool:
+        return self._host.is_short
 
     @property
     def image(self) -> list[torch.Tensor]:
@@ -215,14 +219,11 @@ class ReplaySession:
 
     def _done(self, order: orders.WarmUp | orders.RunForward, deadline_s: float) -> None:
         with self._as_tried():
-            is_short = self._host.done(order, deadline_s)
-        self.is_short = self.is_short or is_short
+            self._host.done(order, deadline_s)
 
     def _timed(self, order: orders.Time, deadline_s: float) -> float:
         with self._as_tried():
-            told = self._host.timed(order, deadline_s)
-        self.is_short = self.is_short or told.is_short
-        return told.elapsed_ns
+            return self._host.timed(order, deadline_s)
 
     @contextlib.contextmanager
     def _as_tried(self) -> Iterator[None]:
