@@ -36,6 +36,8 @@ NANNY = "nanny:"
 """Prefix: the nanny of a service, which under `kbrl train` ends the run; it is then continued."""
 RUN, DISK = "run", "disk"
 ZYGOTE, CANDIDATE, COMPILER = "zygote", "candidate", "compiler"
+RANK = "rank"
+"""Of the learner, not the first; only a plan names it, because most learners have one."""
 FRAMES, ARTIFACT, CACHE, JOURNAL = "frames", "artifact", "cache", "journal"
 
 
@@ -72,8 +74,8 @@ LASTS: Mapping[FaultKind, Range] = {
 }
 NANNIES = tuple(NANNY + name for name in SERVICES)
 TARGETS: Mapping[FaultKind, tuple[str, ...]] = {
-    FaultKind.KILL: (*SERVICES, ZYGOTE, CANDIDATE, COMPILER, *NANNIES, RUN),
-    FaultKind.STOP: (*SERVICES, ZYGOTE, CANDIDATE),
+    FaultKind.KILL: (*SERVICES, RANK, ZYGOTE, CANDIDATE, COMPILER, *NANNIES, RUN),
+    FaultKind.STOP: (*SERVICES, RANK, ZYGOTE, CANDIDATE),
     FaultKind.WEDGE: SERVICES,
     FaultKind.DELAY: WORKERS,
     FaultKind.PARTITION: WORKERS,
@@ -191,6 +193,6 @@ def _possible(kind: FaultKind, options: RandomOptions, plan: Sequence[PlannedFau
         fault = PlannedFault(kind, target)
         over = bool(fault.crashes) and crashed.count(fault.crashes) >= MOST_CRASHES
         unwanted = fault.ends_run and (ended or not options.may_end_run)
-        if not over and not unwanted and target != DISK:
+        if not over and not unwanted and target not in (DISK, RANK):
             found.append(target)
     return found

@@ -2,7 +2,8 @@
 
 ::
 
-    nanny ─ child (KBRL_RUN_DIR, KBRL_NANNY_PID = its parent) ─ outer ─ zygote ─ candidate or compiler ─ …
+    nanny ─ child (KBRL_RUN_DIR, KBRL_NANNY_PID = its parent) ┬ outer ─ zygote ─ candidate or compiler ─ …
+                                                              └ rank (of the same service)
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from kbrl_async.lab.chaos.faults import CANDIDATE, COMPILER, NANNY, RUN, ZYGOTE
+from kbrl_async.lab.chaos.faults import CANDIDATE, COMPILER, NANNY, RANK, RUN, ZYGOTE
 
 _ZYGOTE = "kbrl_async.kernels.sandbox.zygote"
 _SERVICE = re.compile(r"services\.([a-z_]+)$")
@@ -25,6 +26,8 @@ _SERVICE = re.compile(r"services\.([a-z_]+)$")
 class ProcessRole(StrEnum):
     NANNY = "nanny"
     CHILD = "child"
+    RANK = "rank"
+    """One that the first rank of a learner has started."""
     ZYGOTE = "zygote"
     CONFINED = "confined"
     """What runs in a sandbox: a candidate, or a compiler."""
@@ -60,6 +63,7 @@ def census(run_dir: Path, proc: Path = Path("/proc")) -> list[Process]:
             found.append(Process(entry.pid, ProcessRole.CHILD, service, instance))
             found.append(Process(entry.parent, ProcessRole.NANNY, service, instance))
             found += _sandboxes(entry.pid, service, instance, entries, below)
+            found += _ranks([entries[pid] for pid in below[entry.pid]], service)
     return sorted(found, key=lambda process: (process.role is not ProcessRole.CHILD, process.pid))
 
 
@@ -70,8 +74,8 @@ def matching(processes: list[Process], target: str) -> list[Process]:
     if target in (CANDIDATE, COMPILER):
         farm = target == COMPILER
         return [p for p in processes if p.role is ProcessRole.CONFINED and (p.service == "compile_farm") == farm]
-    if target == ZYGOTE:
-        return [p for p in processes if p.role is ProcessRole.ZYGOTE]
+    if target in (ZYGOTE, RANK):
+        return [p for p in processes if p.role == target]
     role = ProcessRole.NANNY if target.startswith(NANNY) else ProcessRole.CHILD
     name = target.removeprefix(NANNY)
     return [p for p in processes if p.role is role and name in (p.service, p.instance)]
@@ -87,6 +91,14 @@ def _service(entry: _ProcEntry, run_dir: str) -> str:
     if entry.environment.get("KBRL_RUN_DIR") != run_dir or entry.environment.get("KBRL_NANNY_PID") != str(entry.parent):
         return ""
     return next((match[1] for word in entry.words if (match := _SERVICE.search(word))), "")
+
+
+def _ranks(children: list[_ProcEntry], service: str) -> Iterator[Process]:
+    """By the name that they were started with: between fork and exec whatever a child starts looks like the child."""
+    for entry in children:
+        instance = entry.environment.get("HONCHO_PROCESS_NAME", "")
+        if instance.startswith(f"{service}.rank"):
+            yield Process(entry.pid, ProcessRole.RANK, service, instance)
 
 
 def _sandboxes(

@@ -94,6 +94,26 @@ def test_the_census_tells_nanny_and_child_by_name_and_instance(run_dir: Path) ->
     assert census(run_dir.parent) == [], "another run's processes are not its own"
 
 
+def proc_entry(proc: Path, pid: int, parent: int, command: str, **environment: object) -> None:
+    folder = proc / str(pid)
+    folder.mkdir(parents=True)
+    (folder / "stat").write_text(f"{pid} (python) S {parent} 1 1")
+    (folder / "cmdline").write_bytes(command.replace(" ", "\0").encode())
+    (folder / "environ").write_bytes("\0".join(f"{name}={value}" for name, value in environment.items()).encode())
+
+
+def test_ranks_that_a_learner_has_started_are_told_from_it_and_from_what_else_it_starts(tmp_path: Path) -> None:
+    proc, run = tmp_path / "proc", tmp_path / "run"
+    command, inside = "python -m services.learner", {"KBRL_RUN_DIR": run, "KBRL_NANNY_PID": 10}
+    proc_entry(proc, 10, 1, command, KBRL_RUN_DIR=run)
+    proc_entry(proc, 11, 10, command, **inside, HONCHO_PROCESS_NAME="learner.1")
+    proc_entry(proc, 12, 11, command, **inside, HONCHO_PROCESS_NAME="learner.rank1")
+    proc_entry(proc, 13, 11, command, **inside, HONCHO_PROCESS_NAME="learner.1")
+    found = census(run, proc)
+    assert [(p.pid, p.role) for p in matching(found, "learner")] == [(11, ProcessRole.CHILD)]
+    assert [(p.pid, p.instance) for p in matching(found, "rank")] == [(12, "learner.rank1")]
+
+
 def test_a_killed_child_is_another_process_afterwards(run_dir: Path) -> None:
     before = child(run_dir)  # the tests share one run, and some kill its child
     wound = injuries(run_dir).begin(PlannedFault(FaultKind.KILL, "learner"))
