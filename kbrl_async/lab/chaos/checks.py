@@ -24,7 +24,8 @@ from kbrl_async.durable import numbered
 from kbrl_async.lab.chaos.driver import Happened
 from kbrl_async.rollouts.turns import split_turn_id
 from kbrl_async.runs.archive.history import entries_of
-from kbrl_async.runs.folder import SUMMARY_FILE
+from kbrl_async.runs.config.loading import CONFIG_FILE
+from kbrl_async.runs.folder import SUMMARY_FILE, load_run
 from protocols.events import TaskRow
 from protocols.records import GroupOutcome
 
@@ -41,6 +42,10 @@ class Evidence(msgspec.Struct):
     """What a finished run has left, counted from files."""
 
     summary: dict[str, Any] = {}
+    checkpoints_each: bool = True
+    """Each update has its checkpoint, as the run was set."""
+    evaluates: bool = True
+    """The final policy, as the run was set."""
     admitted: dict[str, int] = {}
     """Rollouts that each admitted group asked for, by group."""
     ended: list[tuple[str, str]] = []
@@ -145,16 +150,17 @@ def _batches(evidence: Evidence) -> Check:
 
 
 def _learner(evidence: Evidence) -> Check:
-    """What the weights say of themselves."""
-    made = len(evidence.trained)
+    """What the weights say of themselves: of all updates, or of the first of them where not each has a checkpoint."""
     progress = evidence.progress
-    last = evidence.trained[-1][0] if evidence.trained else ""
+    version = int(progress.get("version", 0))
+    made = len(evidence.trained) if evidence.checkpoints_each else min(version, len(evidence.trained))
+    last = evidence.trained[made - 1][0] if made else ""
     problems = [
         _differs("batches in the checkpoint", int(progress.get("batches", 0)), "trained", made),
-        _differs("version of the checkpoint", int(progress.get("version", 0)), "trained", made),
+        _differs("version of the checkpoint", version, "trained", made),
         "" if progress.get("last_batch_id", "") == last else f"its last batch is {progress.get('last_batch_id')}",
     ]
-    return _verdict("the learner counts the same", problems, f"checkpoint of version {progress.get('version', 0)}")
+    return _verdict("the learner counts the same", problems, f"checkpoint of version {version}")
 
 
 def _broker(evidence: Evidence) -> Check:
@@ -174,13 +180,14 @@ def _broker(evidence: Evidence) -> Check:
 
 def _policy(evidence: Evidence) -> Check:
     made, newest = len(evidence.trained), max(evidence.policies, default=-1)
+    rate = evidence.summary.get("heldout_correct_rate_after")
     problems = [
         "" if made else "nothing was trained",
         _differs("newest policy", newest, "updates", made),
-        "" if evidence.summary.get("heldout_correct_rate_after") is not None else "the final policy was not evaluated",
+        "" if rate is not None or not evidence.evaluates else "the final policy was not evaluated",
     ]
-    rate = evidence.summary.get("heldout_correct_rate_after")
-    says = f"policy-v{newest}, correct on {rate:.0%} of the held-out answers" if rate is not None else ""
+    measured = f"correct on {rate:.0%} of the held-out answers" if rate is not None else "not to be evaluated"
+    says = f"policy-v{newest}, {measured}"
     return _verdict("the final policy is trained and evaluated", problems, says)
 
 
@@ -210,6 +217,10 @@ def gather(run_dir: Path) -> Evidence:
     evidence = Evidence()
     if (run_dir / SUMMARY_FILE).is_file():
         evidence.summary = msgspec.json.decode((run_dir / SUMMARY_FILE).read_bytes())
+    if (run_dir / CONFIG_FILE).is_file():
+        config = load_run(run_dir)
+        evidence.checkpoints_each = config.learner.checkpoint_every == 1
+        evidence.evaluates = bool(config.eval_samples)
     _read_journal(run_dir / "aggregator.sqlite", evidence)
     _read_archive(run_dir / "rollouts.sqlite", evidence)
     _read_broker(run_dir / "broker.sqlite", evidence)

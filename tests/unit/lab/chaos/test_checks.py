@@ -140,6 +140,26 @@ def test_a_task_that_a_torn_journal_brought_back_after_its_end_is_nothing_lost()
     assert wrong(found) == []
 
 
+def test_where_not_each_update_has_a_checkpoint_the_newest_may_be_older_but_must_be_one_of_them() -> None:
+    found = evidence()
+    found.checkpoints_each, found.progress = False, {"batches": 1, "version": 1, "last_batch_id": "batch-0"}
+    assert wrong(found) == []
+    found.progress["last_batch_id"] = "batch-1"
+    assert [check.name for check in wrong(found)] == ["the learner counts the same"]
+    found.progress = {"batches": 3, "version": 3, "last_batch_id": "batch-2"}
+    assert [check.name for check in wrong(found)] == ["the learner counts the same"]
+
+
+def test_a_run_that_was_not_to_be_evaluated_lacks_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("eval_samples: 0\nlearner:\n  checkpoint_every: 5\n")
+    told = gather(tmp_path)
+    assert (told.evaluates, told.checkpoints_each) == (False, False)
+    found = evidence()
+    not_evaluated(found)
+    found.evaluates = False
+    assert wrong(found) == []
+
+
 def test_a_run_that_left_nothing_passes_nothing_that_needs_a_run(tmp_path: Path) -> None:
     names = {check.name for check in wrong(gather(tmp_path))}
     assert {"the run has ended", "the final policy is trained and evaluated"} <= names
