@@ -1,7 +1,9 @@
 """What verifiers would take off a run's benches: a forecast for `processes.verifier` from benches that did both. Pure.
 
 A verifier does all but the timing. A bench that times what a verifier has proven right makes its own reference and
-proves it again on few of the input sets, as `services.timing_bench` does (`is_light`); wrong kernels never reach it.
+proves it again on few of the input sets, as `services.timing_bench` does (`is_light`), on two where it has the steps
+that the verifier saw; wrong kernels never reach it. Its reference is counted as the run's benches made theirs, on all
+sets, which is more than it takes.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from kbrl_async.lab.plan import RunObservation, StageWork
 from protocols.messages import Stage
 from protocols.records import BenchReport
 
-SETS, LIGHT_SETS = 10, 4
-"""Secret input sets that a kernel is proven right on, and those of a bench behind verifiers."""
+SETS, LIGHT_SETS, KNOWN_SETS = 10, 4, 2
+"""Secret input sets that a kernel is proven right on, and those of a bench behind verifiers: of any kernel, and of one
+whose steps can be compared, which are taken to be the same there."""
 ONLY_TIMED = ("timing", "sanitize")
 """Steps of the funnel that a verifier leaves to the bench."""
 
@@ -38,7 +41,7 @@ def with_verifiers(observed: RunObservation, reports: Iterable[BenchReport]) -> 
         whole, verifying, judged = whole + spent, verifying + max(0.0, spent - left), judged + 1
         if "timing" in steps:
             timed += 1
-            timing += left + _again(steps)
+            timing += left + _again(steps, KNOWN_SETS if report.plan else LIGHT_SETS)
     if not timed or not whole:
         raise UserError(
             "no kernel of this run was timed and kept", "Give a run with archive.keep=all and right kernels"
@@ -51,10 +54,10 @@ def with_verifiers(observed: RunObservation, reports: Iterable[BenchReport]) -> 
     return msgspec.structs.replace(observed, stages={**observed.stages, **both})
 
 
-def _again(steps: dict[str, float]) -> float:
-    """Seconds of proving once more what a verifier has proven."""
+def _again(steps: dict[str, float], sets: int) -> float:
+    """Seconds of proving once more, on so many sets, what a verifier has proven."""
     first, others = steps.get("small_inputs", 0.0), steps.get("full_inputs", 0.0)
-    return steps.get("reference", 0.0) + first + others * (LIGHT_SETS - 1) / (SETS - 1)
+    return steps.get("reference", 0.0) + first + others * (sets - 1) / (SETS - 1)
 
 
 def _share(work: StageWork, of_seconds: float, of_tasks: float) -> StageWork:

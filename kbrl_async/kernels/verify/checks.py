@@ -35,7 +35,7 @@ from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Judged, Session, Submission
 from protocols.records import OBSERVED, REPLAYED, SPARED_SETS, Candidate, Fault
 
-_KNOWN_SETS = 2
+KNOWN_SETS = 2
 _SLOW = 2.0
 """By its fastest call so far: only such a kernel may be spared sets."""
 Opens = Callable[[Submission, bool], Judged]
@@ -276,7 +276,7 @@ class Checker:
         clearly slow; any other that may be right does, whatever was asked for.
         """
         if self.is_known and not self.failed:
-            return done >= _KNOWN_SETS
+            return done >= KNOWN_SETS
         if self.failed and 0 < self.options.strictness.sets <= done:
             return True
         return self._may_be_spared and done >= SPARED_SETS and self._has_taken_long

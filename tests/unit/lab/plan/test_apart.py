@@ -11,8 +11,9 @@ import pytest
 
 from kbrl_async import cli
 from kbrl_async.errors import UserError
+from kbrl_async.kernels.verify import checks
 from kbrl_async.kernels.verify.inputs import KINDS, few_of
-from kbrl_async.lab.apart import LIGHT_SETS, SETS, with_verifiers
+from kbrl_async.lab.apart import KNOWN_SETS, LIGHT_SETS, SETS, with_verifiers
 from kbrl_async.lab.plan import RunObservation, StageWork, carried, plan
 from kbrl_async.runs.archive.archive import FILE, ArchiveWriter, make_row
 from protocols.messages import Stage
@@ -41,6 +42,7 @@ def observed(**more: StageWork) -> RunObservation:
 
 def test_sets_are_counted_as_they_are_drawn() -> None:
     assert (len(KINDS), len(few_of(KINDS, random.Random(0)))) == (SETS, LIGHT_SETS)
+    assert checks.KNOWN_SETS == KNOWN_SETS
 
 
 def test_what_a_verifier_leaves_is_the_timing_and_a_short_proof() -> None:
@@ -50,6 +52,12 @@ def test_what_a_verifier_leaves_is_the_timing_and_a_short_proof() -> None:
     assert timing.busy_s == pytest.approx(200 * (0.5 + 0.1 + 0.1 + 0.9 / 3) / 2.0)
     assert (verifying.tasks, timing.tasks) == (200, 100)
     assert found.demand(Stage.COMPILE) == observed().demand(Stage.COMPILE)
+
+
+def test_of_a_kernel_whose_steps_can_be_compared_a_bench_sees_two_sets() -> None:
+    known = msgspec.structs.replace(RIGHT_ONE, plan="0" * 64)
+    timing = with_verifiers(observed(), [known, WRONG_ONE]).stages[Stage.BENCH]
+    assert timing.busy_s == pytest.approx(200 * (0.5 + 0.1 + 0.1 + 0.9 / 9) / 2.0)
 
 
 def test_the_plan_of_it_counts_verifiers_and_says_which_keys_start_them() -> None:
