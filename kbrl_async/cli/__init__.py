@@ -60,7 +60,7 @@ COMMANDS = {
         TRAIN,
         "train a policy; continues the run of that name if it has not ended",
         "kbrl train max_steps=3 name=short",
-        "the default run 5 minutes; the first one 3 more to make its policy",
+        "the default run five minutes; the first one a minute and a half more",
     ),
     "eval": Command(
         TRAIN,

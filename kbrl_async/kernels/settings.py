@@ -70,7 +70,7 @@ class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
     core: Count | None = None
     """Core that timing is pinned to; null: the bench core of the CPU layout."""
     min_pairs: AtLeastOne = 8
-    """Pairs of candidate and reference measured before sampling may stop."""
+    """Pairs before sampling may stop but for what is clearly slower or, on a GPU, faster."""
     max_pairs: AtLeastOne = 30
     """Pairs after which sampling stops however wide the interval still is."""
     cap_s: Positive = 0.1
@@ -84,7 +84,7 @@ class TimingBench(msgspec.Struct, frozen=True, kw_only=True):
     timed: bool = True
     """Time correct kernels; false: they are only proven correct, for rewards without a part for speed."""
     deadline_s: Positive = 2.0
-    """Wall clock that one candidate may take to start, and again for its calls; endless loops are killed after it."""
+    """Wall clock that one candidate may take to start, and again for its calls; on a GPU at least 15."""
     shares_with: list[Literal["sampler", "learner", "timing_bench"]] = msgspec.field(default_factory=list)
     """Who is on the same GPU (or cores) and stands still while a bench times; timing_bench: benches take turns."""
     per_gpu: AtLeastOne = 1

@@ -162,7 +162,9 @@ class Bench:
         )
 
     def _tried(self, job: _Job) -> tuple[Family, Verdict, Timing | None]:
-        """More than once, where memory may be lacking because of others; the last time with the device for itself."""
+        """More than once, where memory may be lacking because of others, who are waited for: a short while, and before
+        the last time for all of the device, a minute at most. What ends with a verdict is judged twice at most.
+        """
         for left in reversed(range(_TRIES)):
             try:
                 family, verdict, timed = self._judged_by(job)

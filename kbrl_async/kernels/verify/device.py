@@ -148,8 +148,8 @@ class Device:
         return False
 
     def give_way(self, tick: Tick, is_last: bool = False) -> None:
-        """Memory has run out: what was started ahead goes, and others are waited for; before the last try until they
-        leave everything. What a forward needs inside is in nobody's plan.
+        """Memory has run out: what was started ahead goes, and others are waited for, a while; before the last try
+        longer, for everything.
         """
 
     def free(self) -> int | None:

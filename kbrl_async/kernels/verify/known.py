@@ -8,8 +8,8 @@
 
 Of `AskedSet` sets the last one that was looked at is in memory, and no other.
 
-On a GPU these are in memory then, I the inputs of one call and O its outputs (A: the reference's arena, I + O; what the
-reference needs inside of forward, and a candidate beyond what is listed, is not known and not planned with):
+On a GPU these are in memory then, I the inputs of one call and O its outputs (A: the reference's arena, I + O; what
+forward needs inside comes on top, once it has run; of a candidate, what is beyond the list is not planned with):
 
 | moment | the bench's | the reference's | a candidate's |
 |---|---|---|---|

@@ -70,7 +70,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """As `TimingBench.check_s`: where candidates have a group, that is in training."""
     known: str = ""
     """A digest of steps (`Judged.plan`) that a verifier has found right and own: two of the sets are enough for a
-    candidate that is recorded with these, and nothing is proven again.
+    candidate that is recorded with these. Whether its own kernels are needed is asked all the same.
     """
     replay: bool = True
     """Where a candidate's work can be recorded, a replay of it is judged and timed; false: always its own process."""

@@ -131,7 +131,7 @@ class References:
         self._device.rest(0)
 
     def give_way(self, tick: Tick, is_last: bool = False) -> None:
-        """Nothing is kept any more, and the device has had time to find memory again, the last time all of it."""
+        """Nothing is kept any more, and others have had time to give memory back, before the last try all of it."""
         self._close_kept()
         self._device.give_way(tick, is_last)
 

@@ -90,7 +90,8 @@ class CudaDevice(Device):
         self._always_short: set[str] = set()
         """Problems whose reference found too little memory though nobody else had any."""
         self._has_given_way = self._has_all = False
-        """For the candidate that is being judged: others were waited for; until they had left everything."""
+        """For the candidate that is being judged: others were waited for; and for all of the memory, until they had
+        left it or the time for that was over."""
 
     @property
     def health(self) -> GpuHealth:
@@ -339,8 +340,8 @@ class CudaDevice(Device):
         return made
 
     def _refuse_short(self, reference: CudaReference) -> None:
-        """:raises NoMemory: it would be timed the slower for memory that others have. Once they have left everything it
-        is timed as it is: it may need more than there is.
+        """:raises NoMemory: it would be timed the slower for memory that others have. Once all of it was waited for
+        it is timed as it is: others may keep some, and it may need more than there is.
         """
         if not reference.session.is_short or not self.has_neighbours or reference.problem.source in self._always_short:
             return

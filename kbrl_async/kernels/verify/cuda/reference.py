@@ -74,9 +74,9 @@ def plan(elapsed_ns: float, bytes_a_slot: int, memory: int, slots: int) -> Refer
     """Enough forwards for a batch, as far as memory goes.
 
     >>> plan(10_000.0, 1 << 20, 80 << 30, 3)
-    Plan(slots=32, batch=32)
+    ReferencePlan(slots=16, batch=16)
     >>> plan(3e6, 1 << 28, 80 << 30, 3)
-    Plan(slots=3, batch=1)
+    ReferencePlan(slots=3, batch=1)
     """
     room = max(1, int(memory * _ARENA_SHARE) // max(1, bytes_a_slot))
     batch = min(MAX_BATCH, room, max(1, math.ceil(BATCH_NS / max(elapsed_ns, 1.0))))

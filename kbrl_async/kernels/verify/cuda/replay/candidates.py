@@ -34,7 +34,7 @@ from kbrl_async.kernels.verify.session import CandidateFault, Submission
 
 _LEAST_BYTES = 1 << 30
 _MOST_SHARE = 0.25
-"""Of the GPU's memory, for one arena; there are two, a recorder's and a player's."""
+"""Of what a verifier may plan with, for one arena: a player has one, and each of the two recorders."""
 _BESIDE = 512 << 20
 _LITTLE = 2 << 20
 """Of an arena between two candidates, where others want the memory."""
