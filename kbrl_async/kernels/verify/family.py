@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from kbrl_async.kernels.problems.workloads import Workload
+from kbrl_async.kernels.verify import compare
 from kbrl_async.kernels.verify.reference import Reference
+from kbrl_async.kernels.verify.rivals import sample_of
 from protocols.records import Timing
 
 WHOLE = Workload()
@@ -15,6 +17,17 @@ WHOLE = Workload()
 class WorkloadCase(msgspec.Struct, frozen=True):
     workload: Workload
     reference: Reference
+
+    @property
+    def tells(self) -> bool:
+        """Whether its input sets have more than one answer: else a right one shows nothing of who made it. Sets that
+        are not kept are not asked.
+        """
+        if not self.reference.keeps_sets:
+            return True
+        answers = [[sample_of(one) for one in input_set.expected] for input_set in self.reference.sets]
+        first, *others = answers
+        return any(not compare.same_values(*two) for other in others for two in zip(first, other, strict=True))
 
 
 class KnownTiming(msgspec.Struct, frozen=True):

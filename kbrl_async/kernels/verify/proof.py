@@ -103,6 +103,11 @@ def unseen(reason: str) -> Finding:
     return Finding("no_own_kernel", text, reason, Fault.UNPROVEN)
 
 
+def one_answer() -> Finding:
+    """Whoever made it, it would be right."""
+    return unseen("without them the answer is right, but all inputs have the same one here")
+
+
 _FAMILIES = {
     "matmul": ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot"),
     "linear": ("mm", "addmm", "linear"),

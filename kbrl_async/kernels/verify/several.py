@@ -6,6 +6,9 @@
          all right ─▶ the timed ones, each in a process of its own, checked and timed ─▶ combined
          one wrong ─▶ the others are looked at for partial credit; a crash, a cheat or a hang ends it
 
+A workload whose input sets all have one answer (a softmax over one element) proves nothing and is worth no time, where
+others tell more: it is only checked.
+
 Cost grows less than with their number: the process, the weights and the build are shared, workloads but the first have
 a secret few of the input sets, and each is timed as much less closely as their mean needs.
 """
@@ -41,6 +44,9 @@ class Several:
         self._cases, self._settle, self._options, self._rng, self._shares = cases, settle, options, rng, shares
         self._verdicts: dict[int, Verdict] = {}
         self._parts: list[Part] = []
+        timed = [number for number, case in enumerate(cases) if case.workload.is_timed]
+        telling = [number for number in timed if cases[number].tells]
+        self._telling = telling if any(cases[number].workload.weight for number in telling) else timed
 
     def run(self, timing: bool) -> tuple[Verdict, Timing | None]:
         timed = self._chosen() if timing else []
@@ -63,7 +69,7 @@ class Several:
     def _chosen(self) -> list[int]:
         """Which are timed, in secret order."""
         names = [case.workload.name for case in self._cases]
-        counts = [number for number, case in enumerate(self._cases) if case.workload.is_timed and case.workload.weight]
+        counts = [number for number in self._telling if self._cases[number].workload.weight]
         wanted = self._options.timed_workloads
         chosen = self._rng.sample(counts, min(wanted, len(counts)) if wanted else len(counts))
         passes = [names[number] + FORWARD for number in chosen]
@@ -95,7 +101,7 @@ class Several:
         self, number: int, options: BenchOptions, shared: Shared | None, timing: bool
     ) -> tuple[Verdict, Timing | None]:
         case = self._cases[number]
-        options = msgspec.structs.replace(options, is_proven=case.workload.is_timed)
+        options = msgspec.structs.replace(options, is_proven=number in self._telling)
         return self._settle(case.reference, options, shared, timing)
 
 

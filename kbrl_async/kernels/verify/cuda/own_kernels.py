@@ -34,7 +34,6 @@ _AGAIN, _DRAWS = 3, 8
 whole numbers a chance makes the answer, and a draw whose answer is the same everywhere says nothing."""
 _LACKED = "the library found too little memory with or without own kernels, and may have gone two ways"
 _BLIND = "an answer to other inputs is right here, too, and memory may hold one"
-_ONE_ANSWER = "without them the answer is right, but all inputs have the same one here"
 _WIDER = 10.0
 """Times its tolerances an answer to other inputs may be off, and what a call leaves in memory still be right."""
 _LARGE = 1 << 26
@@ -110,7 +109,7 @@ class CapturedKernels:
             if found is not None:
                 is_again = self._is_found_again(own, slot)
                 if is_again is not False:
-                    return found if is_again else proof.unseen(_ONE_ANSWER)
+                    return found if is_again else proof.one_answer()
             if (finding := cuda_proof.of_share(names, own, whole, left)) is None:
                 return self._over(session, own, others) if isinstance(session, ReplaySession) else None
         return finding

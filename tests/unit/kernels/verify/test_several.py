@@ -198,3 +198,29 @@ def test_a_forbidden_operator_is_found_and_named(judged: Evaluate) -> None:
 def test_inputs_outside_of_what_is_declared_are_the_problems_fault(evaluate: Evaluate) -> None:
     with pytest.raises(ProblemError, match="INPUT_DOMAINS promises 0"):
         evaluate(plain("return x * 2 + 1"), problem=PROBLEM + 'INPUT_DOMAINS = {"x": (0.0, None)}\n')
+
+
+SOFTMAX = PROBLEM.replace("return x * 2 + self.shift", "return torch.softmax(x * 2, -1)")
+BY_OWN = elementwise("2 * x[i]").replace("return y", "return torch.softmax(y, -1)")
+COPIED = elementwise("x[i]").replace(
+    "def forward(self, x):", "def forward(self, x):\n        x = torch.softmax(x * 2, -1)"
+)
+
+
+def test_a_workload_with_one_answer_is_checked_and_the_others_prove_and_are_timed(judged: Evaluate) -> None:
+    rows = 'WORKLOADS = [{"shape": {"rows": 1, "cols": 1}}, {"shape": {"cols": 33}}]\n'
+    report = judged(BY_OWN, SOFTMAX + rows)
+    assert report.verdict.fault is Fault.OK, report.verdict
+    assert names(report) == {"rows=1 cols=1": "ok", "cols=33": "ok"}
+    assert report.timing is not None
+    assert [one.name for one in report.timing.workloads] == ["cols=33"]
+    copied = judged(COPIED, SOFTMAX + rows).verdict
+    assert (copied.rule, copied.message.partition(": ")[0]) == ("decoy_kernel", "on workload cols=33")
+
+
+@pytest.mark.parametrize("rows", ["", 'WORKLOADS = [{"name": "a"}, {"name": "b"}]\n'])
+def test_where_all_inputs_have_one_answer_nothing_is_proven_and_nobody_accused(judged: Evaluate, rows: str) -> None:
+    one = SOFTMAX.replace("rows=16, cols=33", "rows=1, cols=1")
+    verdict = judged(BY_OWN, one + rows).verdict
+    assert verdict.fault is Fault.UNPROVEN
+    assert "all inputs have the same" in verdict.message
