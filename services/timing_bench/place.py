@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ from kbrl_async.kernels.timing.device import hardware_of
 from kbrl_async.kernels.timing.turns import DeviceTurns
 from kbrl_async.kernels.verify import BenchOptions, bench_options
 from kbrl_async.kernels.verify.options import ALONE_SHARE
+from kbrl_async.runs.config.layout import GPU_BENCH_CORES
 from services.runtime.capabilities import bench_device, memory_share
 from services.runtime.quiet import shared_resources
 from services.runtime.service import Service
@@ -23,7 +25,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     is_behind: bool
     """A bench that times what verifiers have proven."""
     cores: tuple[int, ...]
-    """Of itself and its children: one; on a GPU a bench's part of those that `cpu.bench` lists."""
+    """Of itself and its children: one; on a GPU a bench's part of those that benches have, a few of a verifier's, which
+    compilers have, too."""
     device: str
     hardware: str
     turns: DeviceTurns | None
@@ -44,8 +47,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         is_behind = counts.verifier > 0 and not is_verifier
         device = bench_device(settings.device, service.config.backend, service.instance, from_last=is_behind)
         resource = shared_resources(device)[0]
-        several = device != "cpu" and not is_verifier and service.instance < counts.timing_bench <= len(cores)
-        own = cores[service.instance :: counts.timing_bench] if several else [cores[service.instance % len(cores)]]
+        own = _own_cores(service, cores, is_on_gpu=device != "cpu")
         turns = None
         if "timing_bench" in settings.shares_with or (counts.verifier and device != "cpu"):
             turns = DeviceTurns(service.run_dir / "locks" / resource.replace("/", "-"))
@@ -73,3 +75,12 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
             alone_share=ALONE_SHARE,
             is_light=self.is_behind,
         )
+
+
+def _own_cores(service: Service, cores: Sequence[int], *, is_on_gpu: bool) -> Sequence[int]:
+    number, benches = service.instance, service.config.processes.timing_bench
+    if is_on_gpu and service.name == "verifier":
+        begin = number * GPU_BENCH_CORES
+        return sorted({cores[place % len(cores)] for place in range(begin, begin + GPU_BENCH_CORES)})
+    several = is_on_gpu and number < benches <= len(cores)
+    return cores[number::benches] if several else [cores[number % len(cores)]]

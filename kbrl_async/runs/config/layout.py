@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.errors import ConfigError
+from kbrl_async.kernels.backends.backend import backend, runs_on_gpu
 from kbrl_async.runs.config.schema import Config
 from protocols.sockets import MAX_IPC_PATH_BYTES
 
@@ -24,6 +25,11 @@ BEHIND = "KBRL_BROKER_BEHIND"
 SCALABLE = ("sampler", "compile_farm", "timing_bench", "verifier")
 
 
+GPU_BENCH_CORES = 4
+"""Cores that a bench on a GPU gets where there are enough: beside itself a reference, two recorders and a player are at
+work."""
+
+
 class CpuLayout(msgspec.Struct, frozen=True):
     """Cores by kind of process."""
 
@@ -32,7 +38,7 @@ class CpuLayout(msgspec.Struct, frozen=True):
     sampler: list[int]
     learner: list[int]
     bench: list[int]
-    """One per timing bench."""
+    """Of all timing benches: one each, on a GPU up to `GPU_BENCH_CORES` each."""
     compile: list[int]
 
 
@@ -50,13 +56,15 @@ def available_cores() -> list[int]:
 
 
 def cpu_layout(config: Config, cores: Sequence[int]) -> CpuLayout:
-    """Timing gets quiet cores of its own, as far as there are any; what computes gets the others.
+    """Timing gets quiet cores of its own, as far as there are any, on a GPU at most half of all; what computes gets the
+    others.
 
     :param cores: what the host lends us, see `available_cores`.
     :raises ConfigError: a core is named that there is not, or a bench would have none for itself.
     """
     benches = config.processes.timing_bench
-    bench = _chosen("cpu.bench", config.cpu.bench, cores) or list(cores[-benches:])
+    each = max(1, min(GPU_BENCH_CORES, len(cores) // (2 * benches))) if _times_on_gpu(config) else 1
+    bench = _chosen("cpu.bench", config.cpu.bench, cores) or list(cores[-benches * each :])
     if config.timing_bench.core is not None:
         bench = _chosen("timing_bench.core", [config.timing_bench.core], cores)
     if len(bench) < benches:
@@ -70,6 +78,13 @@ def cpu_layout(config: Config, cores: Sequence[int]) -> CpuLayout:
         bench=bench,
         compile=_chosen("cpu.compile", config.cpu.compile, cores) or (shared[1:] or shared),
     )
+
+
+def _times_on_gpu(config: Config) -> bool:
+    """By what the run says; a backend that runs on both, by the device that it asks for."""
+    wanted = config.timing_bench.device
+    is_asked = wanted == "cuda" or config.placement is not None or "cpu" not in backend(config.backend).runs_on
+    return is_asked and wanted != "cpu" and runs_on_gpu(config.backend)
 
 
 def _chosen(key: str, wanted: str | list[int], cores: Sequence[int]) -> list[int]:

@@ -17,19 +17,22 @@ from services.timing_bench.place import Place
 CORES = list(range(12))
 
 
-def cores_of(words: str, instance: int, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def cores_of(
+    words: str, instance: int, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str = "timing_bench"
+) -> Any:
     config = load(overrides=["processes.timing_bench=2", *words.split()])
     monkeypatch.setattr(place, "bench_device", lambda *_, **__: device)
     monkeypatch.setattr(place, "hardware_of", lambda _: "one")
     layout = cpu_layout(config, CORES)
-    service = SimpleNamespace(config=config, layout=layout, name="timing_bench", instance=instance, run_dir=tmp_path)
+    service = SimpleNamespace(config=config, layout=layout, name=name, instance=instance, run_dir=tmp_path)
     return Place.of(cast(Service, service)).cores
 
 
 @pytest.mark.parametrize(
     ("words", "device", "cores"),
     [
-        ("", "cuda:0", [(10,), (11,)]),
+        ("", "cpu", [(10,), (11,)]),
+        ("backend=cuda-nvrtc", "cuda:0", [(6, 8, 10), (7, 9, 11)]),
         ("cpu.bench=[7,8,9,10,11]", "cuda:0", [(7, 9, 11), (8, 10)]),
         ("cpu.bench=[7,8,9,10,11]", "cpu", [(7,), (8,)]),
     ],
@@ -38,3 +41,13 @@ def test_a_bench_on_a_gpu_has_its_part_of_the_cores_that_are_listed(
     words: str, device: str, cores: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert [cores_of(words, number, device, monkeypatch, tmp_path) for number in (0, 1)] == cores
+
+
+def test_verifiers_on_a_gpu_have_a_few_of_the_compilers_cores_each(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def of(number: int, device: str) -> Any:
+        return cores_of("backend=cuda-nvrtc", number, device, monkeypatch, tmp_path, "verifier")
+
+    assert [of(number, "cuda:0") for number in (0, 1)] == [(1, 2, 3, 4), (1, 2, 3, 5)]
+    assert of(1, "cpu") == (2,)

@@ -51,6 +51,25 @@ def test_a_core_that_is_not_there_is_named() -> None:
         cpu_layout(load(overrides=["cpu.learner=7"]), [0, 1])
 
 
+@pytest.mark.parametrize(
+    ("words", "cores", "each"),
+    [
+        ("backend=cuda-nvrtc", 32, 4),
+        ("backend=cuda-nvrtc processes.timing_bench=4", 16, 2),
+        ("backend=cuda-nvrtc", 2, 1),
+        ("backend=triton placement=one_gpu", 16, 4),
+        ("backend=triton timing_bench.device=cuda", 16, 4),
+        ("backend=triton", 16, 1),
+        ("backend=c", 16, 1),
+    ],
+)
+def test_a_bench_on_a_gpu_has_several_cores_and_all_of_them_half_at_most(words: str, cores: int, each: int) -> None:
+    config = load(overrides=words.split())
+    layout = cpu_layout(config, list(range(cores)))
+    assert layout.bench == list(range(cores))[-each * config.processes.timing_bench :]
+    assert set(layout.bench).isdisjoint(layout.sampler)
+
+
 def test_each_bench_needs_a_core() -> None:
     with pytest.raises(ConfigError, match="3 timing benches need a core each, and there are 2"):
         cpu_layout(load(overrides=["processes.timing_bench=3"]), [0, 1])
