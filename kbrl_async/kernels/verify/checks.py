@@ -46,7 +46,7 @@ def submitted(candidate: Candidate, artifacts: dict[str, Path]) -> Submission:
     return Submission(candidate.source, candidate.backend, {key: str(path) for key, path in artifacts.items()})
 
 
-def _close(session: Judged) -> None:
+def _close(session: Judged, _is_spent: bool) -> None:
     session.close()
 
 
@@ -60,9 +60,9 @@ class Checker:
         options: BenchOptions,
         rng: random.Random,
         opens: Opens,
-        release: Callable[[Judged], None] = _close,
+        release: Callable[[Judged, bool], None] = _close,
     ) -> None:
-        """`release`: told of what was opened when it is needed no more."""
+        """`release`: told of what was opened when it is needed no more, and whether nobody else may have it."""
         self.reference, self.options = reference, options
         self._zygote, self._rng, self._opens, self._release = zygote, rng, opens, release
         self.session: Judged | None = None
@@ -96,6 +96,8 @@ class Checker:
         self._first_answer: list[torch.Tensor] = []
         self._earlier: list[tuple[wire.TensorMeta, torch.Tensor]] = []
         self._backend: Backend = LIBRARY
+        self.is_spent = False
+        """Its kernels were switched off, and its memory poisoned."""
         self.is_recorded = False
         """One of its calls was, so that own launches and operators are known."""
         self._trace: wire.Trace | None = None
@@ -111,7 +113,7 @@ class Checker:
 
     def close(self) -> None:
         if self.session is not None:
-            self._release(self.session)
+            self._release(self.session, self.is_spent)
             self.session = None
 
     def start(self, candidate: Candidate, artifacts: dict[str, Path], is_alone: bool = False) -> None:
@@ -155,7 +157,7 @@ class Checker:
         except NoReplay as reason:
             self.trust_reason = str(reason)
             return
-        self._release(session)
+        self._release(session, False)
         self.trust, self.trust_reason, self.own_share = REPLAYED, "", self.session.own_share
 
     @property

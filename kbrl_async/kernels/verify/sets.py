@@ -150,8 +150,7 @@ class SetMaker:
                     break
                 if kind.shape == "mixed":
                     pool.be_plain()
-            if made is None:
-                raise ProblemError(f"the reference of {self._problem_id} gives no finite output")
+            assert made is not None, "the problem's own inputs are used whatever comes of them"
             self.sets.append(made)
         if self._keeps:  # what others leave behind may show in the first one's answer only now
             self.refuse_random(self.sets[0].blocks, self.sets[0].expected, self.sets[0].tolerances)
@@ -200,6 +199,11 @@ class SetMaker:
             compare.same_values(a, b) for a, b in zip(slots, blocks, strict=True)
         )
         if not self.sets:
+            if expected and all(map(_has_nothing_finite, expected)):
+                cure = (
+                    "Mend its inputs or the problem: whatever is NaN or infinite where the reference is would be right"
+                )
+                raise ProblemError(f"the reference of {self._problem_id} gives no finite output", cure)
             self._learn(outcome, expected, mutated)
         self.reference_s = max(self.reference_s, outcome.elapsed_ns / 1e9)
         moves, beyond = self._moves(blocks, expected)
@@ -207,7 +211,8 @@ class SetMaker:
         if kind.name != "nominal" and any(tolerance.ill for tolerance in tolerances):
             self._leave(kind, "rounding errors decide there")
             return None
-        if reason := self.strays(blocks, expected, moves):
+        reason = self.strays(blocks, expected, moves)
+        if reason and kind.name != "nominal":  # what the problem itself draws is what it is for
             self._leave(kind, reason)
             return None
         if not self.sets:
@@ -363,13 +368,21 @@ def _distance(a: torch.Tensor, b: torch.Tensor, share: float = 0.0) -> float:
         return 0.0
     most = 0.0
     for one, other in pieces(a, b):
-        apart = (one.double() - other.double()).abs_().sub_(other.double().abs_(), alpha=share)
+        apart = (one.double() - other.double()).abs_().sub_(other.double().abs(), alpha=share)
         most = max(most, float(torch.nan_to_num(apart, nan=0.0, posinf=0.0).max()))
     return most
 
 
 def _any_wide(blocks: list[torch.Tensor]) -> bool:
     return any(block.is_floating_point() and block.dtype.itemsize >= 4 for block in blocks)
+
+
+def _has_nothing_finite(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.numel() > 0
+        and tensor.is_floating_point()
+        and not any(bool(torch.isfinite(countable(part)).any()) for (part,) in pieces(tensor))
+    )
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -1,7 +1,8 @@
 """One candidate's own process for all workloads of one module: forked, confined and built once.
 
 It is attached to one workload's inputs after the other. What a workload leaves in it is what an earlier call leaves in
-any process: sets are new, one is repeated, and a replay, a proof and a measurement have processes of their own.
+any process: sets are new, one is repeated, and a replay, its proof and a measurement have processes of their own. Who
+is watched is proven in this one, its kernels off: the next workload has a new one then.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ class Shared:
 
         return shared
 
-    def release(self, session: Judged) -> None:
-        """Ends it, unless it is kept for the next workload."""
-        if not any(session is kept for kept in self._kept.values()):
-            session.close()
+    def release(self, session: Judged, is_spent: bool) -> None:
+        """Ends it, unless it is kept for the next workload and can serve it."""
+        of_modules = [module for module, kept in self._kept.items() if kept is session]
+        if of_modules and not is_spent:
+            return
+        for module in of_modules:
+            del self._kept[module]
+        session.close()

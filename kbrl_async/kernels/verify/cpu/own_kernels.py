@@ -111,6 +111,7 @@ class OwnKernels:
             self._checker.refuse(self._not_needed(sets[0]))
             self._checker.refuse(self._not_needed_backward(sets[0]))
             return
+        self._checker.is_spent = True
         self._pass_by(sets)
         self._checker.refuse(self._found_watched(wire.OP_MUTED, sets[0]))
         is_extension, files = self._checker.is_extension, self._checker.artifacts

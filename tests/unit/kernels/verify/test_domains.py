@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.problems import parse_problem
 from kbrl_async.kernels.verify import Bench, sets
 from kbrl_async.kernels.verify.compare import difference
@@ -274,3 +275,43 @@ def test_a_jump_is_no_noise() -> None:
     assert is_noise(torch.randn(100) * 1e-8, torch.zeros(100, dtype=torch.float64))
     assert not is_noise(wide.float(), wide)
     assert not is_noise(torch.zeros(9), torch.zeros(9))
+
+
+DRAWN = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def forward(self, x, y):
+        return {answer}
+
+def get_inputs():
+    return {inputs}
+
+def get_init_inputs():
+    return []
+"""
+SIGNED = DRAWN.format(
+    answer="torch.floor_divide(x, y)", inputs="[torch.randn(64).bfloat16(), torch.randn(1).double() + 3]"
+)
+UNEVEN = DRAWN.format(answer="x / y", inputs="[torch.randn(8, 8), 10.0 ** (6 * torch.rand(1) - 6)]")
+NOTHING = DRAWN.format(answer="x / y", inputs="[torch.zeros(8, 8), torch.zeros(1)]")
+
+
+def judged_as_itself(bench: Bench, problem: str) -> Fault:
+    own = problem.replace("class Model(", "class ModelNew(")
+    return bench.evaluate(parse_problem(problem, "L1/01_a"), Candidate(own, "torch"), {}).verdict.fault
+
+
+def test_an_answer_in_fp64_stays_as_the_reference_gave_it(bench: Bench) -> None:
+    assert judged_as_itself(bench, SIGNED) is Fault.OK
+
+
+def test_what_a_problem_draws_itself_is_never_outside_of_what_it_is_for(bench: Bench) -> None:
+    for name in "abcd":  # draws of one size are rare
+        assert judged_as_itself(bench, f"# {name}\n{UNEVEN}") is Fault.OK
+
+
+def test_a_reference_with_nothing_finite_is_named(bench: Bench) -> None:
+    with pytest.raises(ProblemError, match="gives no finite output"):
+        judged_as_itself(bench, NOTHING)

@@ -15,7 +15,7 @@ from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.session import Session
-from protocols.records import REPLAYED, BenchReport, Candidate, Fault, Problem
+from protocols.records import OBSERVED, REPLAYED, BenchReport, Candidate, Fault, Problem, Verdict
 from tests.candidates import elementwise
 
 Evaluate = Callable[..., BenchReport]
@@ -224,3 +224,10 @@ def test_where_all_inputs_have_one_answer_nothing_is_proven_and_nobody_accused(j
     verdict = judged(BY_OWN, one + rows).verdict
     assert verdict.fault is Fault.UNPROVEN
     assert "all inputs have the same" in verdict.message
+
+
+def test_who_is_watched_has_its_kernels_on_every_workload(built_and_judged: Callable[..., Verdict]) -> None:
+    """Its proof switches them off in the process that it was judged in."""
+    rows = f"WORKLOADS = {[{'shape': {'rows': n}} for n in (4, 5, 6)]}\n"
+    verdict = built_and_judged(RIGHT, PROBLEM + rows, replay=False)
+    assert (verdict.fault, verdict.trust) == (Fault.OK, OBSERVED), verdict
