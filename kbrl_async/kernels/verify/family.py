@@ -23,11 +23,11 @@ class WorkloadCase(msgspec.Struct, frozen=True):
         """Whether its input sets have more than one answer: else a right one shows nothing of who made it. Sets that
         are not kept are not asked.
         """
-        if not self.reference.keeps_sets:
+        first, *others = self.reference.sets
+        if not (others and self.reference.keeps_sets):
             return True
-        answers = [[sample_of(one) for one in input_set.expected] for input_set in self.reference.sets]
-        first, *others = answers
-        return any(not compare.same_values(*two) for other in others for two in zip(first, other, strict=True))
+        pairs = (pair for other in others for pair in zip(first.expected, other.expected, strict=True))
+        return any(not compare.same_values(*map(sample_of, pair)) for pair in pairs)
 
 
 class KnownTiming(msgspec.Struct, frozen=True):
