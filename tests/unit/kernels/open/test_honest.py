@@ -93,6 +93,14 @@ STYLES = {
         init='self.f = c_kernel(made(), "g")',
     ),
     "made lazily": c(init="self.f = None", forward=f'self.f = self.f or c_kernel(SOURCE, "f"); {CALLED}'),
+    "an index by its own kernel": c(
+        head="void g(long *y, long n) { for (long i = 0; i < n; i++) y[i] = i % 8; }",
+        init=f'{MADE}; self.g = c_kernel(SOURCE, "g")',
+        forward="[torch.full((999,), 1 << 40) for _ in range(99)]; "
+        "at = torch.empty(999, dtype=torch.int64); self.g(at, 999); "
+        "rows = torch.ops.aten.embedding_dense_backward(torch.zeros(999, 4), at, 8, -1, True); "
+        f"{CALLED}; y += rows.sum()",
+    ),
     "one buffer": c(
         init=f"{MADE}; self.y = None",
         forward="self.y = torch.empty_like(x) if self.y is None else self.y; "

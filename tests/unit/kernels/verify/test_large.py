@@ -210,6 +210,15 @@ class ModelNew(Model):
 """
 
 
+def test_what_torch_imports_at_its_first_use_is_no_hang(zygote: Zygote) -> None:
+    """That of `torch.broadcast_shapes` takes .7 s; a reference's process may have it from before."""
+    once = "\n\nclass ModelNew(Model):\n    def forward(self, x):\n        torch.broadcast_shapes(x.shape, (1,))\n"
+    source = f"{PROBLEM.source}{once}        return super().forward(x)\n"
+    options = bench_options(TimingBench(deadline_s=10.0), call_factor=1.0, replay=False)
+    with contextlib.closing(Bench(zygote, options)) as bench:
+        assert bench.evaluate(PROBLEM, Candidate(source, "torch"), {}, timing=False).verdict.fault is Fault.OK
+
+
 @pytest.mark.parametrize(("first_call_s", "fault"), [(0.0, Fault.TIMEOUT), (8.0, Fault.OK)])
 def test_a_first_call_may_compile(zygote: Zygote, first_call_s: float, fault: Fault) -> None:
     """By fifty times its reference's time, on a loaded host a call may take longer than this first one."""
