@@ -93,6 +93,8 @@ class Checker:
         self._may_be_spared = False
         self._calls_s: list[float] = []
         self._answers: dict[int, bool] = {}
+        self._is_warm = False
+        """It has answered once to be recorded."""
         self._first_answer: list[torch.Tensor] = []
         self._earlier: list[tuple[wire.TensorMeta, torch.Tensor]] = []
         self._backend: Backend = LIBRARY
@@ -185,6 +187,7 @@ class Checker:
 
     def is_right(self, session: Judged, outcome: ForwardOutcome, input_set: InputSet) -> bool:
         """Whether a call of its answers these inputs."""
+        self._is_warm = True
         try:
             got = self.outputs(outcome, session)
         except CandidateFault as fault:
@@ -296,8 +299,9 @@ class Checker:
 
     def call_deadline(self) -> float:
         """For one call; the whole candidate's deadline cuts it short, unless the reference itself is slow."""
-        one = self.one_call_s if self._answers else max(self.one_call_s, self.options.first_call_s)
-        left = max(self._deadline, self._began + 2 * one * self.total) - time.monotonic()
+        usual = self.one_call_s
+        one = usual if self._answers or self._is_warm else max(usual, self.options.first_call_s)
+        left = max(self._deadline, self._began + 2 * usual * self.total) - time.monotonic()
         return max(0.05, min(one, left))
 
     @property

@@ -42,8 +42,8 @@ class Evidence(msgspec.Struct):
     """What a finished run has left, counted from files."""
 
     summary: dict[str, Any] = {}
-    checkpoints_each: bool = True
-    """Each update has its checkpoint, as the run was set."""
+    checkpoint_every: int = 1
+    """Updates, as the run was set."""
     evaluates: bool = True
     """The final policy, as the run was set."""
     admitted: dict[str, int] = {}
@@ -150,10 +150,14 @@ def _batches(evidence: Evidence) -> Check:
 
 
 def _learner(evidence: Evidence) -> Check:
-    """What the weights say of themselves: of all updates, or of the first of them where not each has a checkpoint."""
+    """What the weights say of themselves: of all updates, or of the first of them where not each has a checkpoint. One
+    that takes long is put off: then at least there is one.
+    """
     progress = evidence.progress
-    version = int(progress.get("version", 0))
-    made = len(evidence.trained) if evidence.checkpoints_each else min(version, len(evidence.trained))
+    version, every = int(progress.get("version", 0)), evidence.checkpoint_every
+    made = len(evidence.trained)
+    if every > 1 and (version or made < every):
+        made = min(version, made)
     last = evidence.trained[made - 1][0] if made else ""
     problems = [
         _differs("batches in the checkpoint", int(progress.get("batches", 0)), "trained", made),
@@ -219,7 +223,7 @@ def gather(run_dir: Path) -> Evidence:
         evidence.summary = msgspec.json.decode((run_dir / SUMMARY_FILE).read_bytes())
     if (run_dir / CONFIG_FILE).is_file():
         config = load_run(run_dir)
-        evidence.checkpoints_each = config.learner.checkpoint_every == 1
+        evidence.checkpoint_every = config.learner.checkpoint_every
         evidence.evaluates = bool(config.eval_samples)
     _read_journal(run_dir / "aggregator.sqlite", evidence)
     _read_archive(run_dir / "rollouts.sqlite", evidence)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from kbrl_async.errors import ConfigError
-from kbrl_async.kernels.backends.backend import backend, runs_on_gpu
+from kbrl_async.kernels.backends.backend import backend
 from kbrl_async.runs.config.schema import Config
 from protocols.sockets import MAX_IPC_PATH_BYTES
 
@@ -81,10 +81,17 @@ def cpu_layout(config: Config, cores: Sequence[int]) -> CpuLayout:
 
 
 def _times_on_gpu(config: Config) -> bool:
-    """By what the run says; a backend that runs on both, by the device that it asks for."""
+    """By what the run says; a backend that runs on both, by the device that it asks for. One that is not here is for
+    others to miss: most services never ask for it.
+    """
     wanted = config.timing_bench.device
-    is_asked = wanted == "cuda" or config.placement is not None or "cpu" not in backend(config.backend).runs_on
-    return is_asked and wanted != "cpu" and runs_on_gpu(config.backend)
+    if wanted == "cpu" or config.cpu.bench != "auto" or config.timing_bench.core is not None:
+        return False
+    try:
+        kinds = backend(config.backend).runs_on
+    except ConfigError:
+        return False
+    return "cuda" in kinds and (wanted == "cuda" or config.placement is not None or "cpu" not in kinds)
 
 
 def _chosen(key: str, wanted: str | list[int], cores: Sequence[int]) -> list[int]:

@@ -29,7 +29,9 @@ from kbrl_async.kernels.sandbox import Isolation
 
 _MAX_ERROR = 600
 _ATEN = torch.ops.aten
-_EMPTY = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
+_EMPTY = {
+    _ATEN.empty, _ATEN.empty_like, _ATEN.empty_permuted, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided,
+}  # fmt: skip
 Explain = Callable[[BaseException], RecorderReport | None]
 
 
@@ -65,14 +67,14 @@ def _run(order: RecordOrder) -> None:
         return
 
     def run(problem: types.ModuleType) -> None:
-        args, named = contract.arguments(problem.get_init_inputs())
-        model = candidate.ModelNew(*args, **named)
-        given = inputs_of(problem)
-        if order.is_on_gpu:
-            model = model.to("cuda") if isinstance(model, torch.nn.Module) else model
-            given = [item.cuda() if isinstance(item, torch.Tensor) else item for item in given]
         zeroed = _Zeroed() if not order.is_on_gpu else contextlib.nullcontext()  # type: ignore[no-untyped-call]
         with zeroed:
+            args, named = contract.arguments(problem.get_init_inputs())
+            model = candidate.ModelNew(*args, **named)
+            given = inputs_of(problem)
+            if order.is_on_gpu:
+                model = model.to("cuda") if isinstance(model, torch.nn.Module) else model
+                given = [item.cuda() if isinstance(item, torch.Tensor) else item for item in given]
             model(*given)
 
     cases.each(order.problem, candidate, run)
@@ -81,9 +83,14 @@ def _run(order: RecordOrder) -> None:
 class _Zeroed(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """New memory is zero: what a kernel would have written there may be an index, and any index can end the process."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        return made.zero_() if func.overloadpacket in _EMPTY else made
+        if getattr(func, "overloadpacket", None) in _EMPTY:
+            with contextlib.suppress(NotImplementedError):  # of a type without arithmetic
+                made.zero_()
+        return made
 
 
 def _where(error: BaseException) -> str:

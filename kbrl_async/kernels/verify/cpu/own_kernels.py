@@ -135,9 +135,12 @@ class OwnKernels:
             are_same.append(self._rivals.is_same)
             return find(one)
 
-        others = to_ask_again(input_set, self._checker.order, self._checker.reference.drawn)
-        over_all = found_over_all(found, input_set, others)
-        return proof.one_answer() if _accuses(over_all) and are_same[1:] and all(are_same[1:]) else over_all
+        order = self._checker.order
+        over_all = found_over_all(found, input_set, to_ask_again(input_set, order, self._checker.reference.drawn))
+        varied = [one for one in order if one.name not in AS_DRAWN and not one.degenerate]
+        if _accuses(over_all) and _is_one(are_same) and varied:  # a problem may draw the same every time
+            over_all = found_over_all(found, varied[0], varied[1:])
+        return proof.one_answer() if _accuses(over_all) and _is_one(are_same) else over_all
 
     def _pass_by(self, sets: list[InputSet]) -> None:
         """Calls over others, where it has just seen one of these: what it keeps in a scratch buffer answers those."""
@@ -317,6 +320,11 @@ class OwnKernels:
         got = self._checker.outputs(outcome)
         is_right = not self._checker.compare(got, input_set.expected, input_set.tolerances).wrong
         return proof.of_muted(outcome.trace, is_right and self._rivals.are_beaten(got, input_set.expected))
+
+
+def _is_one(are_same: list[bool]) -> bool:
+    """Whether all draws after the first had its answer."""
+    return len(are_same) > 1 and all(are_same[1:])
 
 
 def _accuses(found: proof.Finding | None) -> TypeGuard[proof.Finding]:

@@ -68,6 +68,19 @@ def test_what_accuses_is_looked_for_over_new_draws(
     assert (verdict.fault, verdict.rule) == wanted, verdict.message
 
 
+FIXED = PROBLEM.replace("torch.randn(16, 51)", "torch.linspace(-2, 3, 16 * 51).reshape(16, 51)")
+
+
+@pytest.mark.parametrize("replay", [True, False])
+@pytest.mark.parametrize("source", [HONEST, DECOY])
+def test_where_a_problem_draws_the_same_every_time_other_inputs_are_asked(
+    built_and_judged: Callable[..., Verdict], source: str, replay: bool
+) -> None:
+    verdict = built_and_judged(source, FIXED, replay)
+    wanted = (Fault.OK, "") if source is HONEST else (Fault.CHEATING, "decoy_kernel")
+    assert (verdict.fault, verdict.rule) == wanted, verdict.message
+
+
 def one(name: str, degenerate: bool = False) -> Any:
     return SimpleNamespace(name=name, degenerate=degenerate)
 

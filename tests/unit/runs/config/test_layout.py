@@ -70,6 +70,10 @@ def test_a_bench_on_a_gpu_has_several_cores_and_all_of_them_half_at_most(words: 
     assert set(layout.bench).isdisjoint(layout.sampler)
 
 
+def test_a_backend_that_is_not_here_is_for_others_to_miss() -> None:
+    assert cpu_layout(load(overrides=["backend=nosuch.module:Backend"]), [0, 1, 2, 3]).bench == [3]
+
+
 def test_each_bench_needs_a_core() -> None:
     with pytest.raises(ConfigError, match="3 timing benches need a core each, and there are 2"):
         cpu_layout(load(overrides=["processes.timing_bench=3"]), [0, 1])
