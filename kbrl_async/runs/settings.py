@@ -75,8 +75,7 @@ class Cpu(msgspec.Struct, frozen=True, kw_only=True):
     learner: Cores = "auto"
     """Cores of the learner; auto: all but the bench's."""
     bench: Cores = "auto"
-    """Cores of the timing benches, one each, on a GPU as many as there are for each; auto: the last ones, one each, on
-    a GPU four each but at most half of all."""
+    """Cores of the timing benches, on a GPU several each; auto: the last, one each, on a GPU four but at most half."""
     compile: Cores = "auto"
     """Cores of the compile farm; auto: all but the first and the bench's, or the first where there is no other."""
 

@@ -42,7 +42,7 @@ class Evidence(msgspec.Struct):
     """What a finished run has left, counted from files."""
 
     summary: dict[str, Any] = {}
-    checkpoint_every: int = 1
+    updates_a_checkpoint: int = 1
     """Updates, as the run was set."""
     evaluates: bool = True
     """The final policy, as the run was set."""
@@ -154,7 +154,7 @@ def _learner(evidence: Evidence) -> Check:
     that takes long is put off: then at least there is one.
     """
     progress = evidence.progress
-    version, every = int(progress.get("version", 0)), evidence.checkpoint_every
+    version, every = int(progress.get("version", 0)), evidence.updates_a_checkpoint
     made = len(evidence.trained)
     if every > 1 and (version or made < every):
         made = min(version, made)
@@ -223,7 +223,7 @@ def gather(run_dir: Path) -> Evidence:
         evidence.summary = msgspec.json.decode((run_dir / SUMMARY_FILE).read_bytes())
     if (run_dir / CONFIG_FILE).is_file():
         config = load_run(run_dir)
-        evidence.checkpoint_every = config.learner.checkpoint_every
+        evidence.updates_a_checkpoint = config.learner.checkpoint_every
         evidence.evaluates = bool(config.eval_samples)
     _read_journal(run_dir / "aggregator.sqlite", evidence)
     _read_archive(run_dir / "rollouts.sqlite", evidence)
