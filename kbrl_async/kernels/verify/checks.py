@@ -299,9 +299,9 @@ class Checker:
 
     def call_deadline(self) -> float:
         """For one call; the whole candidate's deadline cuts it short, unless the reference itself is slow."""
-        usual = self.one_call_s
-        one = usual if self._answers or self._is_warm else max(usual, self.options.first_call_s)
-        left = max(self._deadline, self._began + 2 * usual * self.total) - time.monotonic()
+        is_first = not (self._answers or self._is_warm)
+        one = max(self.one_call_s, self.options.first_call_s) if is_first else self.one_call_s
+        left = max(self._deadline, self._began + 2 * one * self.total) - time.monotonic()
         return max(0.05, min(one, left))
 
     @property

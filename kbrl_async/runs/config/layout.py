@@ -23,8 +23,6 @@ EVALUATION_SERVICES = ("broker", "sampler", "compile_farm", "timing_bench", "eva
 BEHIND = "KBRL_BROKER_BEHIND"
 """Variable for a broker that `kbrl chaos` started behind a proxy: its socket files are those of `behind`."""
 SCALABLE = ("sampler", "compile_farm", "timing_bench", "verifier")
-
-
 GPU_BENCH_CORES = 4
 """Cores that a bench on a GPU gets where there are enough: beside itself a reference, two recorders and a player are at
 work."""
@@ -63,10 +61,12 @@ def cpu_layout(config: Config, cores: Sequence[int]) -> CpuLayout:
     :raises ConfigError: a core is named that there is not, or a bench would have none for itself.
     """
     benches = config.processes.timing_bench
-    each = max(1, min(GPU_BENCH_CORES, len(cores) // (2 * benches))) if _times_on_gpu(config) else 1
-    bench = _chosen("cpu.bench", config.cpu.bench, cores) or list(cores[-benches * each :])
+    bench = _chosen("cpu.bench", config.cpu.bench, cores)
     if config.timing_bench.core is not None:
         bench = _chosen("timing_bench.core", [config.timing_bench.core], cores)
+    if not bench:
+        each = max(1, min(GPU_BENCH_CORES, len(cores) // (2 * benches))) if _times_on_gpu(config) else 1
+        bench = list(cores[-benches * each :])
     if len(bench) < benches:
         cause = f"{benches} timing benches need a core each, and there are {len(bench)}"
         raise ConfigError(cause, f"Lower processes.timing_bench to {len(bench)}")
@@ -85,7 +85,7 @@ def _times_on_gpu(config: Config) -> bool:
     others to miss: most services never ask for it.
     """
     wanted = config.timing_bench.device
-    if wanted == "cpu" or config.cpu.bench != "auto" or config.timing_bench.core is not None:
+    if wanted == "cpu":
         return False
     try:
         kinds = backend(config.backend).runs_on

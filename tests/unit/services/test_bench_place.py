@@ -31,6 +31,7 @@ def cores_of(
 @pytest.mark.parametrize(
     ("words", "device", "cores"),
     [
+        ("", "cuda:0", [(10,), (11,)]),
         ("", "cpu", [(10,), (11,)]),
         ("backend=cuda-nvrtc", "cuda:0", [(6, 8, 10), (7, 9, 11)]),
         ("cpu.bench=[7,8,9,10,11]", "cuda:0", [(7, 9, 11), (8, 10)]),

@@ -137,9 +137,9 @@ class OwnKernels:
 
         order = self._checker.order
         over_all = found_over_all(found, input_set, to_ask_again(input_set, order, self._checker.reference.drawn))
-        varied = [one for one in order if one.name not in AS_DRAWN and not one.degenerate]
-        if _accuses(over_all) and _is_one(are_same) and varied:  # a problem may draw the same every time
-            over_all = found_over_all(found, varied[0], varied[1:])
+        if _accuses(over_all) and _is_one(are_same):  # a problem may draw the same every time
+            varied = [one for one in order if one.name not in AS_DRAWN and not one.degenerate]
+            over_all = found_over_all(found, varied[0], varied[1:]) if varied else over_all
         return proof.one_answer() if _accuses(over_all) and _is_one(are_same) else over_all
 
     def _pass_by(self, sets: list[InputSet]) -> None:
