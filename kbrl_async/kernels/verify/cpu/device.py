@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kbrl_async.kernels.verify.checks import Checker
     from kbrl_async.kernels.verify.family import Family
 
-PRELOAD = ("torch", "numpy", "kbrl_async.kernels.verify.cpu.runner", "kbrl_async.kernels.verify.cpu.replayer")
+PRELOAD = ("torch", "numpy.random", "kbrl_async.kernels.verify.cpu.runner", "kbrl_async.kernels.verify.cpu.replayer")
 _KILLED = frozenset({Fault.TIMEOUT, Fault.ILLEGAL_ACCESS, Fault.OUT_OF_MEMORY})
 
 

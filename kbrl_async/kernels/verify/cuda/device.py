@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kbrl_async.kernels.verify.family import Family
 
 PRELOAD = (
-    *("torch", "numpy", "kbrl_async.kernels.verify.cuda.runner"),
+    *("torch", "numpy.random", "kbrl_async.kernels.verify.cuda.runner"),
     "kbrl_async.kernels.verify.cuda.record.child",
     "kbrl_async.kernels.verify.cuda.replay.player",
 )

@@ -40,25 +40,29 @@ from kbrl_async.kernels.verify.known import size_of
 from kbrl_async.kernels.verify.memory import whole
 
 
-def preload() -> None:
-    """Before any fork: what would cost every child 0.15 s. Asking whether there is a GPU would initialise CUDA, and no
-    fork of a process that has done that can use it.
-    """
-    asked = torch.cuda.is_available
-    torch.cuda.is_available = lambda: True
-    try:
-        importlib.import_module("torch.utils.cpp_extension")
-    finally:
-        torch.cuda.is_available = asked
-
-
-preload()
 _MAX_FDS = 128
 LARGE_BYTES = 256 << 20
 """Inputs of fewer are planned with once they are drawn."""
 _NEEDS_MEMORY = re.compile(r"\b(triton|load_inline|cpp_extension|cupy|ctypes|data_ptr|custom_op|library|set_\w+)\b")
 _AHEAD = 8
 """Flushes before an ordinary forward: some 0.3 ms in which its Python gets ahead of the GPU."""
+_LARGE_PROBLEM = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(1 << 20, 2)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+def get_inputs():
+    return [torch.randn(256, 1 << 20)]
+
+def get_init_inputs():
+    return []
+"""
 
 
 def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isolation) -> None:
@@ -459,6 +463,22 @@ def outlined(source: str) -> tuple[int, int]:
         inputs, outputs, given = [], [], []
         torch.cuda.empty_cache()
     return found
+
+def preload() -> None:
+    """Before any fork: what would cost every child .15 s, and every reference's process one to three seconds the first
+    time that it computes without memory, for which torch imports much (sympy, its compiler). Asking whether there is a
+    GPU would initialise CUDA, and no fork of a process that has done that can use it.
+    """
+    asked = torch.cuda.is_available
+    torch.cuda.is_available = lambda: True
+    try:
+        importlib.import_module("torch.utils.cpp_extension")
+        outlined(_LARGE_PROBLEM)
+    finally:
+        torch.cuda.is_available = asked
+
+
+preload()
 
 
 class MemoryUse(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import os
 import subprocess
 import sys
 import types
@@ -106,6 +107,17 @@ def test_what_is_loaded_before_a_fork_never_asks_for_a_gpu() -> None:
     code += "import kbrl_async.kernels.verify.cuda.runner; assert 'torch.utils.cpp_extension' in sys.modules"
     environment = {"CUDA_HOME": "/nowhere", "PATH": "/usr/bin:/bin", "PYTHONPATH": "."}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_a_references_process_imports_nothing_to_know_how_large_a_problem_is() -> None:
+    source = "import torch\nclass Model(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    source += "        self.conv = torch.nn.Conv2d(3, 8, 3)\n    def forward(self, x): return self.conv(x).softmax(1).sum()\n"
+    source += "def get_inputs(): return [torch.randn(1000, 3, 300, 300)]\ndef get_init_inputs(): return []"
+    code = "import sys; from kbrl_async.kernels.verify.cuda.runner import outlined; before = set(sys.modules); "
+    code += f"assert outlined({source!r}) == (1_080_000_000, 4); print(sorted(set(sys.modules) - before))"
+    run = [sys.executable, "-c", code]
+    said = subprocess.run(run, check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "."}).stdout
+    assert said.strip() == "[]"
 
 
 def test_outputs_of_slots_do_not_overlap_and_a_wide_version_of_one_slot_fits() -> None:
