@@ -25,6 +25,11 @@ ALONE_SHARE = 1 / 32
 lets all others on the GPU wait: at an eighth that was most of what a bench lost."""
 
 
+GPU_REFERENCES = 2
+"""That a bench on a GPU keeps. It is given the candidates of a group one after the other, and each reference kept is a
+process with a context and gigabytes of secrets: with eight, a new one was made before an old one left its process."""
+
+
 def no_tick() -> None:
     """Nobody waits."""
 
@@ -102,6 +107,8 @@ def bench_options(
     **more: Any,
 ) -> BenchOptions:
     """The options of a bench on `device`. `more` are fields of `BenchOptions` that are no settings."""
+    if device != "cpu":
+        more = {"references": GPU_REFERENCES, **more}
     return BenchOptions(
         device=device,
         cores=cores,
