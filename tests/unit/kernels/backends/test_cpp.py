@@ -225,8 +225,9 @@ def test_the_second_build_comes_from_the_store_under_any_name(builder: Builder, 
         "torch::Tensor scale(torch::Tensor x, double by) { return torch::nn::functional::relu(x); }",
         "torch::Tensor scale(torch::Tensor x, double by) "
         "{ return torch::zeros({1}, torch::TensorOptions().requires_grad(true)); }",
+        "#include <cmath>\ntorch::Tensor scale(torch::Tensor x, double by) { return x * std::beta(by, 2.0); }",
     ],
-    ids=["syntax error", "not defined", "beyond the stand-in headers", "asks for gradients"],
+    ids=["syntax error", "not defined", "beyond the stand-in headers", "asks for gradients", "special functions"],
 )
 def test_only_the_full_build_decides_that_a_candidate_fails(
     builder: Builder, monkeypatch: pytest.MonkeyPatch, source: str
