@@ -61,14 +61,15 @@ class Flags(msgspec.Struct, frozen=True):
 
 def chosen(extension: Extension, arch: str) -> Flags:
     """The flags that an extension is built with for `arch`. Raises `FlagRefused`."""
-    host = [_checked(flag, _HOST) for flag in _split(extension.cflags)]
-    libraries, link = _link(_split(extension.ldflags))
+    cflags, named = _without_libraries(_split(extension.cflags))
+    given, more = _without_libraries(_split(extension.cuda_cflags))
+    host = [_checked(flag, _HOST) for flag in cflags]
+    libraries, link = _link([*_split(extension.ldflags), *named, *more])
     if "-fopenmp" in host and "-fopenmp" not in link:
         link.append("-fopenmp")  # torch's own loader needs no such flag: its libraries bring an OpenMP along
     for path in extension.include_paths:
         if not path.startswith(("/usr/local/cuda", "/usr/include")):
             raise FlagRefused(f"extra_include_paths={path!r}")
-    given = _split(extension.cuda_cflags)
     return Flags(host, _nvcc(given), libraries, link, _arch(given, arch))
 
 
@@ -80,6 +81,12 @@ def _split(flags: tuple[str, ...]) -> list[str]:
         return [word for flag in flags for word in shlex.split(flag)]
     except ValueError as error:
         raise FlagRefused(" ".join(flags)) from error
+
+
+def _without_libraries(words: list[str]) -> tuple[list[str], list[str]]:
+    """Flags for a compiler, and those for the linker that some write among them, where a compiler overlooks them."""
+    named = [word for word in words if word.startswith("-l") and word[2:] in _LIBRARIES]
+    return [word for word in words if word not in named], named
 
 
 def _checked(flag: str, allowed: re.Pattern[str]) -> str:

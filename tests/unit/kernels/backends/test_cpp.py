@@ -57,6 +57,11 @@ torch::Tensor half_roundtrip(torch::Tensor x) {
   return torch::stack({y.to(torch::kFloat32), z.to(torch::kFloat32)}, 0);
 }
 int64_t defaulted(int64_t a, int64_t b) { return 10 * a + b; }
+torch::Tensor asserted(torch::Tensor x) {
+  AT_ASSERT(x.defined());
+  AT_ASSERTM(x.dim() == 1, "x must have one dimension, not ", x.dim());
+  return x.cpu();
+}
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("scale", torch::wrap_pybind_function(scale), "scale a tensor");
   m.def("only_floats", &only_floats);
@@ -65,6 +70,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("several", &several, py::arg("xs"), py::arg("extra") = py::none());
   m.def("kinds", &kinds);
   m.def("fill", &fill);
+  m.def("asserted", &asserted);
   m.def("reshaped", &reshaped);
   m.def("half_roundtrip", &half_roundtrip);
   m.def("defaulted", &defaulted, py::arg("a"), py::arg("b") = 3);
@@ -149,6 +155,7 @@ def test_arguments_and_results_are_converted(extension: Any) -> None:
     assert extension.kinds(3, 2, True, "text") == (3, 2.0, True, "text")
     assert [found is x for found in extension.several([x, x], x)] == [True] * 3
     assert len(extension.several(xs=[x])) == 1
+    assert extension.asserted(x) is x
     assert extension.fill(x) is None
     assert x.tolist() == [7.0, 7.0]
     assert (extension.defaulted(1), extension.defaulted(a=1, b=2)) == (13, 12)
@@ -172,6 +179,7 @@ def test_arguments_and_results_are_converted(extension: Any) -> None:
             IndexError,
             "Dimension out of range (expected to be in range of [-1, 0], but got 3)",
         ),
+        ("asserted", (torch.ones(2, 2),), RuntimeError, "x must have one dimension, not 2"),
         ("reshaped", (torch.ones(4), [3]), RuntimeError, "shape '[3]' is invalid for input of size 4"),
         ("scale", (torch.ones(2),), TypeError, "incompatible function arguments"),
         ("scale", (torch.ones(2), "two"), TypeError, "incompatible function arguments"),

@@ -180,6 +180,13 @@ def test_ordinary_flags_are_accepted(flags: dict[str, tuple[str, ...]]) -> None:
     assert chosen(_with(**flags), "sm_90").arch == "sm_90"
 
 
+def test_a_library_named_among_a_compilers_flags_is_linked() -> None:
+    flags = chosen(_with(cflags=("-O3 -lm",), cuda_cflags=("-lcublas", "-lineinfo")), "sm_90")
+    assert (flags.libraries, flags.host, flags.nvcc) == (["m", "cublas"], ["-O3"], ["-lineinfo"])
+    with pytest.raises(FlagRefused, match="-levil"):
+        chosen(_with(cuda_cflags=("-levil",)), "sm_90")
+
+
 @pytest.mark.parametrize("ldflags", [(), ("-fopenmp",), ("-lgomp",)])
 def test_openmp_is_linked_where_it_is_compiled(ldflags: tuple[str, ...]) -> None:
     flags = chosen(_with(cflags=("-O3", "-fopenmp"), ldflags=ldflags), "sm_90")

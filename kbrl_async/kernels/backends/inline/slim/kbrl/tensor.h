@@ -219,6 +219,8 @@ class Tensor : public TensorBase {
     return __dispatch_contiguous(format);
   }
   Tensor toType(ScalarType type) const { return to(options().dtype(type), false, false); }
+  Tensor cpu() const { return to(options().device(DeviceType::CPU), false, false); }
+  Tensor cuda() const { return to(options().device(DeviceType::CUDA), false, false); }
   template <class T>
   T item() const;
   template <class T>
