@@ -57,6 +57,14 @@ torch::Tensor half_roundtrip(torch::Tensor x) {
   return torch::stack({y.to(torch::kFloat32), z.to(torch::kFloat32)}, 0);
 }
 int64_t defaulted(int64_t a, int64_t b) { return 10 * a + b; }
+double of_a_pair(std::tuple<int, double> both, std::pair<int64_t, bool> more) {
+  return std::get<0>(both) * std::get<1>(both) + more.first + more.second;
+}
+torch::Tensor indexed(torch::Tensor x, int place) {
+  auto y = x.clone();
+  y.index({place, 1L}) = x.index({0}).sum();
+  return y;
+}
 torch::Tensor asserted(torch::Tensor x) {
   AT_ASSERT(x.defined());
   AT_ASSERTM(x.dim() == 1, "x must have one dimension, not ", x.dim());
@@ -71,6 +79,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("kinds", &kinds);
   m.def("fill", &fill);
   m.def("asserted", &asserted);
+  m.def("indexed", &indexed);
+  m.def("of_a_pair", &of_a_pair);
   m.def("reshaped", &reshaped);
   m.def("half_roundtrip", &half_roundtrip);
   m.def("defaulted", &defaulted, py::arg("a"), py::arg("b") = 3);
@@ -156,6 +166,8 @@ def test_arguments_and_results_are_converted(extension: Any) -> None:
     assert [found is x for found in extension.several([x, x], x)] == [True] * 3
     assert len(extension.several(xs=[x])) == 1
     assert extension.asserted(x) is x
+    assert extension.indexed(torch.ones(2, 3), -1).tolist() == [[1, 1, 1], [1, 3, 1]]
+    assert (extension.of_a_pair((3, 0.5), (1, True)), extension.of_a_pair([3, 2], [0, False])) == (3.5, 6.0)
     assert extension.fill(x) is None
     assert x.tolist() == [7.0, 7.0]
     assert (extension.defaulted(1), extension.defaulted(a=1, b=2)) == (13, 12)
@@ -186,6 +198,9 @@ def test_arguments_and_results_are_converted(extension: Any) -> None:
         ("scale", ([1.0], 2.0), TypeError, "incompatible function arguments"),
         ("extent", (torch.ones(2), 0.0), TypeError, "(arg0: torch.Tensor, arg1: int)"),
         ("extent", (torch.ones(2), 1 << 70), TypeError, "incompatible function arguments"),
+        ("of_a_pair", ((1, 2.0, 3), (0, False)), TypeError, "(arg0: tuple[int, float], arg1: tuple[int, bool])"),
+        ("of_a_pair", ((1, "two"), (0, False)), TypeError, "incompatible function arguments"),
+        ("of_a_pair", (3, (0, False)), TypeError, "incompatible function arguments"),
         ("defaulted", (1, 2, 3), TypeError, "incompatible function arguments"),
     ],
 )
@@ -231,11 +246,12 @@ def test_the_second_build_comes_from_the_store_under_any_name(builder: Builder, 
         "torch::Tensor scale(torch::Tensor x, double by) { return x * by }",
         "torch::Tensor scale(torch::Tensor x, double by);",
         "torch::Tensor scale(torch::Tensor x, double by) { return torch::nn::functional::relu(x); }",
+        "torch::Tensor scale(torch::Tensor x, double by) { return x.index({true}); }",
         "torch::Tensor scale(torch::Tensor x, double by) "
         "{ return torch::zeros({1}, torch::TensorOptions().requires_grad(true)); }",
         "#include <cmath>\ntorch::Tensor scale(torch::Tensor x, double by) { return x * std::beta(by, 2.0); }",
     ],
-    ids=["syntax error", "not defined", "beyond the stand-in headers", "asks for gradients", "special functions"],
+    ids=["syntax error", "not defined", "beyond the stand-in headers", "an index by a truth", "asks for gradients", "special functions"],
 )
 def test_only_the_full_build_decides_that_a_candidate_fails(
     builder: Builder, monkeypatch: pytest.MonkeyPatch, source: str

@@ -258,6 +258,49 @@ struct Caster<std::vector<T>> {
     return true;
   }
 };
+// Of any sequence that has as many items, as pybind11 takes it.
+template <class Whole, class... T>
+struct SequenceCaster {
+  Whole value;
+  bool load(PyObject* object) {
+    if (!PySequence_Check(object)) return false;
+    if (PySequence_Size(object) != static_cast<ssize_t>(sizeof...(T))) {
+      PyErr_Clear();
+      return false;
+    }
+    return fill(object, std::index_sequence_for<T...>());
+  }
+
+ private:
+  template <size_t... I>
+  bool fill(PyObject* object, std::index_sequence<I...>) {
+    return (place(std::get<I>(value), PySequence_GetItem(object, I)) && ...);
+  }
+  template <class One>
+  static bool place(One& to, PyObject* found) {
+    Object item(found);
+    Caster<One> inner;
+    if (!item || !inner.load(item.get())) {
+      PyErr_Clear();
+      return false;
+    }
+    to = taken<One>(inner);
+    return true;
+  }
+};
+template <class... T>
+struct Caster<std::tuple<T...>> : SequenceCaster<std::tuple<T...>, T...> {
+  static Text name() {
+    Text text("tuple[");
+    size_t place = 0;
+    ((text << (place++ ? ", " : "") << Caster<T>::name()), ...);
+    return text << "]";
+  }
+};
+template <class A, class B>
+struct Caster<std::pair<A, B>> : SequenceCaster<std::pair<A, B>, A, B> {
+  static Text name() { return Caster<std::tuple<A, B>>::name(); }
+};
 template <class T>
 struct Caster<c10::ArrayRef<T>> {
   static Text name() { return Text("list[") << Caster<T>::name() << "]"; }

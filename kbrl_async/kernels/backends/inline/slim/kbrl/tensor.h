@@ -195,6 +195,14 @@ namespace _ops {
 #undef KBRL_OPS
 }  // namespace _ops
 
+namespace indexing {
+struct Place {  // an integer among indices; with slices, truths, tensors or none the full headers come
+  template <class T, class = std::enable_if_t<std::is_integral_v<T> && !std::is_same_v<T, bool>>>
+  Place(T place) : at(static_cast<int64_t>(place)) {}
+  int64_t at;
+};
+}  // namespace indexing
+
 class Tensor : public TensorBase {
  public:
   Tensor() = default;
@@ -238,6 +246,11 @@ class Tensor : public TensorBase {
   Tensor& operator/=(const Tensor& other) { return div_(other); }
   Tensor& operator/=(const Scalar& other) { return div_(other); }
   Tensor operator[](int64_t index) const { return select(0, index); }
+  Tensor index(std::initializer_list<indexing::Place> places) const {
+    Tensor found = *this;
+    for (const auto& place : places) found = found.select(0, place.at);
+    return found;
+  }
 #define KBRL_METHODS 1
 #include "kbrl_ops.h"
 #undef KBRL_METHODS
