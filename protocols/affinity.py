@@ -24,7 +24,8 @@ LOOK = 64
 """Tasks that are looked at, from the oldest on."""
 PATIENCE = 32
 KEPT = 4
-"""Groups of a worker that are remembered: a bench keeps a few references."""
+"""Groups of a worker that are remembered: as many references as a bench on a GPU keeps at most, each a process with a
+context and, of large problems, gigabytes. A bench on a CPU keeps more."""
 
 
 class Affinity:

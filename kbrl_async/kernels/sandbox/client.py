@@ -289,6 +289,7 @@ def _environment(threads: int, modules: tuple[str, ...] = ()) -> dict[str, str]:
             "HF_DEACTIVATE_ASYNC_LOAD": "1",  # a child may have no threads
             "USER": "kbrl",
             "TORCHINDUCTOR_CACHE_DIR": "/",  # importing torch's compiler makes this folder, and nothing can be made
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # it would start processes, which a child may not
         }
     )
 

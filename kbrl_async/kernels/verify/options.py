@@ -11,6 +11,7 @@ from kbrl_async.kernels.sandbox import Limits
 from kbrl_async.kernels.settings import Outputs, TimingBench
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.timing.roofline import Peaks
+from protocols.affinity import KEPT
 from protocols.records import Strictness
 
 Tick = Callable[[], None]
@@ -23,11 +24,6 @@ _INTERPRETER_S = 60.0
 ALONE_SHARE = 1 / 32
 """In training, of `BenchOptions.alone_share`. Each such process is a context made and one ended, for which the driver
 lets all others on the GPU wait: at an eighth that was most of what a bench lost."""
-
-
-GPU_REFERENCES = 2
-"""That a bench on a GPU keeps. It is given the candidates of a group one after the other, and each reference kept is a
-process with a context and gigabytes of secrets: with eight, a new one was made before an old one left its process."""
 
 
 def no_tick() -> None:
@@ -108,7 +104,7 @@ def bench_options(
 ) -> BenchOptions:
     """The options of a bench on `device`. `more` are fields of `BenchOptions` that are no settings."""
     if device != "cpu":
-        more = {"references": GPU_REFERENCES, **more}
+        more = {"references": KEPT, **more}
     return BenchOptions(
         device=device,
         cores=cores,

@@ -66,7 +66,10 @@ _OPEN_SYMBOL = re.compile(r"undefined reference to [`']([^']+)'")
 _MISSING_HEADER = re.compile(r"(?:fatal error: |cannot open source file \")([\w./-]+\.h\w*)")
 _GRADIENTS = re.compile(r"requires_grad\w*\s*\((?!\s*false\s*\))")
 _WITHOUT_SPECIAL_FUNCTIONS = "-D_GLIBCXX_BITS_SPECFUN_H"
-"""<cmath> leaves out Bessel functions and the like, a sixth of nvcc's time: who uses them is built in full."""
+"""<cmath> leaves out Bessel functions and the like, a sixth of nvcc's time, where the text has none of their names."""
+_SPECIAL_FUNCTION = re.compile(
+    r"\b(beta|expint|hermite|laguerre|legendre|riemann_zeta|((comp_)?ellint|cyl|sph|assoc)_\w+)[fl]?\s*\(|special_func"
+)
 _MAX_FAST_TEXT = 1 << 20
 _FAST_FACTOR, _FULL_FACTOR = 3.0, 30.0
 """How much longer than one unit of C it may take."""
@@ -175,8 +178,7 @@ class Build:
         (place / name).write_text(unit.text)
         extra: list[str] = []
         if is_slim:
-            extra = [*(self._tools.slim_defines or ()), _WITHOUT_SPECIAL_FUNCTIONS]
-            extra += self._prepare_slim(unit.text, place)
+            extra = [*(self._tools.slim_defines or ()), *self._prepare_slim(unit.text, place)]
         command = self._nvcc(name, is_slim) if unit.is_cuda else self._gxx(name, is_slim)
         return self._run([*command, *extra], place, is_slim)
 
@@ -189,6 +191,7 @@ class Build:
         (place / "kbrl_std.h").write_text("".join(f"#include <{name}>\n" for name in needed))
         defines = list(dict.fromkeys(_DEFINES[name] for name in needed if name in _DEFINES))
         defines += [define for define, pattern in _NAMED.items() if pattern.search(bare)]
+        defines += [] if _SPECIAL_FUNCTION.search(text) else [_WITHOUT_SPECIAL_FUNCTIONS]
         if "cublas" in bare and (self._tools.cuda / "include" / "cublas_v2.h").exists():
             defines.append("-DKBRL_CUBLAS")
         return ["-I.", "-include", "kbrl_std.h", *defines]

@@ -85,8 +85,12 @@ def _split(flags: tuple[str, ...]) -> list[str]:
 
 def _without_libraries(words: list[str]) -> tuple[list[str], list[str]]:
     """Flags for a compiler, and those for the linker that some write among them, where a compiler overlooks them."""
-    named = [word for word in words if word.startswith("-l") and word[2:] in _LIBRARIES]
-    return [word for word in words if word not in named], named
+    kept, named = list[str](), list[str]()
+    for word in words:
+        is_value = kept and (kept[-1] in _NVCC_PAIRS or kept[-1] in _NVCC_HOST or kept[-1] in _VALUED)
+        is_library = word.startswith("-l") and word[2:] in _LIBRARIES and not is_value
+        (named if is_library else kept).append(word)
+    return kept, named
 
 
 def _checked(flag: str, allowed: re.Pattern[str]) -> str:

@@ -23,7 +23,7 @@ from kbrl_async.kernels.verify import fused, proof
 from kbrl_async.kernels.verify.cuda.health import GpuHealth
 from kbrl_async.kernels.verify.cuda.passes import Passes
 from kbrl_async.kernels.verify.cuda.prewarmed import LIFE_S, PrewarmedChildren
-from kbrl_async.kernels.verify.cuda.reference import CudaReference, DoesNotFit, make_room, retire, room_kept
+from kbrl_async.kernels.verify.cuda.reference import CudaReference, DoesNotFit, make_room, retire, room_kept, staying
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
 from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory, Unreplayable
 from kbrl_async.kernels.verify.cuda.session import CudaSession
@@ -143,13 +143,16 @@ class CudaDevice(Device):
             self.spares = PrewarmedChildren(zygote, options.limits, options.device)
             lasting = msgspec.structs.replace(options.limits, cpu_s=LIFE_S)
             self.homes = PrewarmedChildren(zygote, lasting, options.device)
-        retire(kept, max(0, options.references - 1), self.homes)
+        most, room = max(0, options.references - 1), room_kept(options)
+        sizes = [family.device_bytes for family in reversed(kept.values())]
+        retire(kept, staying(sizes, most, room), self.homes)
         self.homes.refill()
         self._replays_for(zygote, options).refill()  # they start while the reference is made
         if not make_room(kept, options, self.homes):
             self.give_back(keeps_processes=True)
         made = self._made(zygote, problem, options, rng, kept, tick)
-        if len(kept) + 1 < options.references:  # else the one that goes for the next one leaves it its process
+        sizes = [made.device_bytes, *(family.device_bytes for family in reversed(kept.values()))]
+        if staying(sizes, most, room) == len(sizes):  # else the one that goes for the next one leaves it its process
             self.homes.refill()
         return made
 

@@ -10,12 +10,13 @@ computes in fp64, which is nothing that a recording has.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import random
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -381,6 +382,21 @@ def memory_of(options: BenchOptions) -> int:
 def room_kept(options: BenchOptions) -> float:
     """Bytes that its references may take together."""
     return _KEPT_SHARE * memory_of(options)
+
+
+def staying(sizes: Sequence[int], most: int, room: float) -> int:
+    """How many references may stay beside another one, if that is as large as the largest of them: `most`, or what
+    `room` bytes hold. `sizes`: theirs, the one used last first. Whoever has to go goes before the other one is made,
+    and leaves it its process.
+
+    >>> staying([5, 5, 5], 3, 17)
+    2
+    >>> staying([20], 3, 17)
+    0
+    """
+    largest = max(sizes, default=0)
+    together = itertools.accumulate(sizes[:most], initial=largest)
+    return max(0, sum(size <= room for size in together) - 1)
 
 
 def make_room(kept: OrderedDict[str, Family], options: BenchOptions, homes: PrewarmedChildren) -> bool:

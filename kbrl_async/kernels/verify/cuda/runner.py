@@ -39,7 +39,6 @@ from kbrl_async.kernels.verify.cuda.telling import begin_gradients, device_failu
 from kbrl_async.kernels.verify.known import size_of
 from kbrl_async.kernels.verify.memory import whole
 
-
 _MAX_FDS = 128
 LARGE_BYTES = 256 << 20
 """Inputs of fewer are planned with once they are drawn."""
@@ -135,7 +134,8 @@ class CudaRunner(runner.Runner):
     def __init__(self, channel: socket.socket, setup: wire.Setup, fds: list[int], where: torch.device) -> None:
         self._where, self._driver = where, driver()
         self._weights_bytes = setup.weights_bytes
-        self._outline = outlined(setup.source) if setup.init is None else (0, 0)  # what is loaded last is what counts
+        scratch = os.environ.get("TMPDIR", "")  # what is loaded last is what counts, so this comes first
+        self._outline = outlined(setup.source, scratch) if setup.init is None else (0, 0)
         self._given: DeviceArena | None = None
         self._pending: list[torch.Tensor] = []
         self._shared: DeviceArena | None = None
@@ -441,17 +441,17 @@ def _poison_free(outputs: Iterable[torch.Tensor]) -> None:
         values.fill_bytes(tensor, 0x7F)
 
 
-def outlined(source: str) -> tuple[int, int]:
-    """Bytes of a problem's inputs and outputs, by tensors without memory: of a module of its own, because what that
-    keeps, it keeps without memory. What needs values fails, and 0 is said then; so it is of the outputs of small
-    inputs, and of problems that set defaults of torch, register operators or launch kernels themselves.
+def outlined(source: str, folder: str = "") -> tuple[int, int]:
+    """Bytes of a problem's inputs and outputs, by tensors without memory: of a module of its own, written to `folder`,
+    because what that keeps, it keeps without memory. What needs values fails, and 0 is said then; so it is of the
+    outputs of small inputs, and of problems that set defaults of torch, register operators or launch kernels.
     """
     inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
     if _NEEDS_MEMORY.search(source):
         return 0, 0
     with contextlib.suppress(Exception), torch.device("meta"):
-        module: Any = plan.load(source) or contract.load("outlined", source, folder=os.environ.get("TMPDIR", ""))
+        module: Any = plan.load(source) or contract.load("outlined", source, folder=folder)
         given = list(module.get_inputs())
         values.flatten(given, inputs)
         if size_of(inputs) >= LARGE_BYTES and all(tensor.is_meta for tensor in inputs):
@@ -464,18 +464,20 @@ def outlined(source: str) -> tuple[int, int]:
         torch.cuda.empty_cache()
     return found
 
+
 def preload() -> None:
     """Before any fork: what would cost every child .15 s, and every reference's process one to three seconds the first
     time that it computes without memory, for which torch imports much (sympy, its compiler). Asking whether there is a
     GPU would initialise CUDA, and no fork of a process that has done that can use it.
     """
     asked = torch.cuda.is_available
-    torch.cuda.is_available = lambda: True
+    code = asked.__code__
+    asked.__code__ = (lambda: True).__code__  # the same object: what is imported may keep it
     try:
         importlib.import_module("torch.utils.cpp_extension")
         outlined(_LARGE_PROBLEM)
     finally:
-        torch.cuda.is_available = asked
+        asked.__code__ = code
 
 
 preload()

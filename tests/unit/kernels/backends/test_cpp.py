@@ -57,7 +57,13 @@ torch::Tensor half_roundtrip(torch::Tensor x) {
   return torch::stack({y.to(torch::kFloat32), z.to(torch::kFloat32)}, 0);
 }
 int64_t defaulted(int64_t a, int64_t b) { return 10 * a + b; }
-double of_a_pair(std::tuple<int, double> both, std::pair<int64_t, bool> more) {
+int64_t lengths(std::tuple<at::IntArrayRef, at::IntArrayRef> both, std::optional<at::IntArrayRef> more) {
+  int64_t sum = 0;
+  for (const auto& each : {std::get<0>(both), std::get<1>(both), more.value_or(at::IntArrayRef())})
+    for (auto one : each) sum = sum * 10 + one;
+  return sum;
+}
+double of_a_pair(std::tuple<int, double> both, const std::pair<int64_t, bool>& more) {
   return std::get<0>(both) * std::get<1>(both) + more.first + more.second;
 }
 torch::Tensor indexed(torch::Tensor x, int place) {
@@ -66,7 +72,7 @@ torch::Tensor indexed(torch::Tensor x, int place) {
   return y;
 }
 torch::Tensor asserted(torch::Tensor x) {
-  AT_ASSERT(x.defined());
+  AT_ASSERT(x.defined() && std::beta(1.0, 2.0) == 0.5);
   AT_ASSERTM(x.dim() == 1, "x must have one dimension, not ", x.dim());
   return x.cpu();
 }
@@ -81,6 +87,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("asserted", &asserted);
   m.def("indexed", &indexed);
   m.def("of_a_pair", &of_a_pair);
+  m.def("lengths", &lengths);
   m.def("reshaped", &reshaped);
   m.def("half_roundtrip", &half_roundtrip);
   m.def("defaulted", &defaulted, py::arg("a"), py::arg("b") = 3);
@@ -166,6 +173,7 @@ def test_arguments_and_results_are_converted(extension: Any) -> None:
     assert [found is x for found in extension.several([x, x], x)] == [True] * 3
     assert len(extension.several(xs=[x])) == 1
     assert extension.asserted(x) is x
+    assert (extension.lengths(([1, 2], [3]), [4, 5]), extension.lengths(([], [6]), None)) == (12345, 6)
     assert extension.indexed(torch.ones(2, 3), -1).tolist() == [[1, 1, 1], [1, 3, 1]]
     assert (extension.of_a_pair((3, 0.5), (1, True)), extension.of_a_pair([3, 2], [0, False])) == (3.5, 6.0)
     assert extension.fill(x) is None
@@ -191,6 +199,7 @@ def test_arguments_and_results_are_converted(extension: Any) -> None:
             IndexError,
             "Dimension out of range (expected to be in range of [-1, 0], but got 3)",
         ),
+        ("asserted", (torch.ones(2, 2),), RuntimeError, "x.dim() == 1 INTERNAL ASSERT FAILED"),
         ("asserted", (torch.ones(2, 2),), RuntimeError, "x must have one dimension, not 2"),
         ("reshaped", (torch.ones(4), [3]), RuntimeError, "shape '[3]' is invalid for input of size 4"),
         ("scale", (torch.ones(2),), TypeError, "incompatible function arguments"),
@@ -249,9 +258,14 @@ def test_the_second_build_comes_from_the_store_under_any_name(builder: Builder, 
         "torch::Tensor scale(torch::Tensor x, double by) { return x.index({true}); }",
         "torch::Tensor scale(torch::Tensor x, double by) "
         "{ return torch::zeros({1}, torch::TensorOptions().requires_grad(true)); }",
-        "#include <cmath>\ntorch::Tensor scale(torch::Tensor x, double by) { return x * std::beta(by, 2.0); }",
+        "torch::Tensor scale(torch::Tensor x, double by) { return x.index({x.sizes().size()}); }",
+        "torch::Tensor scale(torch::Tensor x, std::tuple<int, int>& by) { return x; }",
+        "torch::Tensor scale(torch::Tensor x, std::vector<at::IntArrayRef> by) { return x; }",
     ],
-    ids=["syntax error", "not defined", "beyond the stand-in headers", "an index by a truth", "asks for gradients", "special functions"],
+    ids=[
+        *("syntax error", "not defined", "beyond the stand-in headers", "an index by a truth", "asks for gradients"),
+        *("an unsigned index", "who changes a tuple", "lists in a list"),
+    ],
 )
 def test_only_the_full_build_decides_that_a_candidate_fails(
     builder: Builder, monkeypatch: pytest.MonkeyPatch, source: str

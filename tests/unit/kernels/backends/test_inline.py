@@ -183,6 +183,8 @@ def test_ordinary_flags_are_accepted(flags: dict[str, tuple[str, ...]]) -> None:
 def test_a_library_named_among_a_compilers_flags_is_linked() -> None:
     flags = chosen(_with(cflags=("-O3 -lm",), cuda_cflags=("-lcublas", "-lineinfo")), "sm_90")
     assert (flags.libraries, flags.host, flags.nvcc) == (["m", "cublas"], ["-O3"], ["-lineinfo"])
+    flags = chosen(_with(cuda_cflags=("-Xptxas", "-lm", "-O3")), "sm_90")
+    assert (flags.libraries, flags.nvcc) == ([], ["-Xptxas", "-lm", "-O3"]), "an option's value is no flag"
     with pytest.raises(FlagRefused, match="-levil"):
         chosen(_with(cuda_cflags=("-levil",)), "sm_90")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 import os
+import random
 import subprocess
 import sys
 import types
@@ -103,15 +103,19 @@ def test_own_kernels_next_to_nothing_are_decoys_where_time_says_something() -> N
 
 
 def test_what_is_loaded_before_a_fork_never_asks_for_a_gpu() -> None:
-    code = "import torch; torch.cuda.is_available = torch.cuda.device_count = lambda: 1 / 0; import sys; "
-    code += "import kbrl_async.kernels.verify.cuda.runner; assert 'torch.utils.cpp_extension' in sys.modules"
+    code = "import torch, sys; torch.cuda.is_available = lambda: 1 / 0; torch.cuda.device_count = lambda: 2 / 0; "
+    code += "asked = torch.cuda.is_available; code = asked.__code__; "
+    code += "import kbrl_async.kernels.verify.cuda.runner; assert 'torch.utils.cpp_extension' in sys.modules; "
+    code += "assert torch.cuda.is_available is asked, 'torch keeps what it is, to know it again'; "
+    code += "assert asked.__code__ is code"
     environment = {"CUDA_HOME": "/nowhere", "PATH": "/usr/bin:/bin", "PYTHONPATH": "."}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_a_references_process_imports_nothing_to_know_how_large_a_problem_is() -> None:
     source = "import torch\nclass Model(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-    source += "        self.conv = torch.nn.Conv2d(3, 8, 3)\n    def forward(self, x): return self.conv(x).softmax(1).sum()\n"
+    source += "        self.conv = torch.nn.Conv2d(3, 8, 3)\n"
+    source += "    def forward(self, x): return self.conv(x).softmax(1).sum()\n"
     source += "def get_inputs(): return [torch.randn(1000, 3, 300, 300)]\ndef get_init_inputs(): return []"
     code = "import sys; from kbrl_async.kernels.verify.cuda.runner import outlined; before = set(sys.modules); "
     code += f"assert outlined({source!r}) == (1_080_000_000, 4); print(sorted(set(sys.modules) - before))"

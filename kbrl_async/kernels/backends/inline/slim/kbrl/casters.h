@@ -114,8 +114,12 @@ struct Caster<at::Tensor> {
   }
 };
 // What a parameter of type A is given. A tensor that is only read is Python's own, which the call outlives.
+struct ReadOnly {};  // of what pybind11 lends to nobody who may change it
 template <class A, class C>
 A taken(C& caster) {
+  static_assert(
+      !std::is_base_of_v<ReadOnly, C> || !std::is_lvalue_reference_v<A> || std::is_const_v<std::remove_reference_t<A>>,
+      "a parameter that only pybind11 can refuse");
   return static_cast<A>(caster.value);
 }
 template <class A>
@@ -225,18 +229,23 @@ struct Caster<at::Scalar> {
 template <class T>
 struct Caster<std::optional<T>> {
   static Text name() { return Text("Optional[") << Caster<T>::name() << "]"; }
+  Caster<T> inner;  // a list that is only looked at lies in here
   std::optional<T> value;
   bool load(PyObject* object) {
     value.reset();
     if (object == &_Py_NoneStruct) return true;
-    Caster<T> inner;
     if (!inner.load(object)) return false;
     value = taken<T>(inner);
     return true;
   }
 };
 template <class T>
+constexpr bool is_lent = false;
+template <class T>
+constexpr bool is_lent<c10::ArrayRef<T>> = true;
+template <class T>
 struct Caster<std::vector<T>> {
+  static_assert(!is_lent<T>, "lists that are only looked at, in a list: what they lie in is gone by then");
   static Text name() { return Text("list[") << Caster<T>::name() << "]"; }
   std::vector<T> value;
   bool load(PyObject* object) {
@@ -260,7 +269,8 @@ struct Caster<std::vector<T>> {
 };
 // Of any sequence that has as many items, as pybind11 takes it.
 template <class Whole, class... T>
-struct SequenceCaster {
+struct SequenceCaster : ReadOnly {
+  std::tuple<Caster<T>...> items;  // a list that is only looked at lies in here
   Whole value;
   bool load(PyObject* object) {
     if (!PySequence_Check(object)) return false;
@@ -274,17 +284,16 @@ struct SequenceCaster {
  private:
   template <size_t... I>
   bool fill(PyObject* object, std::index_sequence<I...>) {
-    return (place(std::get<I>(value), PySequence_GetItem(object, I)) && ...);
+    return (place(std::get<I>(value), std::get<I>(items), PySequence_GetItem(object, I)) && ...);
   }
   template <class One>
-  static bool place(One& to, PyObject* found) {
+  static bool place(One& to, Caster<One>& caster, PyObject* found) {
     Object item(found);
-    Caster<One> inner;
-    if (!item || !inner.load(item.get())) {
+    if (!item || !caster.load(item.get())) {
       PyErr_Clear();
       return false;
     }
-    to = taken<One>(inner);
+    to = taken<One>(caster);
     return true;
   }
 };

@@ -160,9 +160,9 @@ std::string str(const Args&... args) {
   do {                                \
     TORCH_INTERNAL_ASSERT(__VA_ARGS__); \
   } while (false)
-#define AT_ASSERTM(cond, ...)         \
-  do {                                \
-    TORCH_CHECK(cond, ##__VA_ARGS__); \
+#define AT_ASSERTM(cond, ...)                   \
+  do {                                          \
+    TORCH_INTERNAL_ASSERT(cond, ##__VA_ARGS__); \
   } while (false)
 #define AT_ERROR(...) \
   ::c10::detail::torchCheckFail(__func__, __FILE__, static_cast<uint32_t>(__LINE__), ::c10::detail::join(__VA_ARGS__).c_str())

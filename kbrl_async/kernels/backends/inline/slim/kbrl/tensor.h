@@ -197,8 +197,8 @@ namespace _ops {
 
 namespace indexing {
 struct Place {  // an integer among indices; with slices, truths, tensors or none the full headers come
-  template <class T, class = std::enable_if_t<std::is_integral_v<T> && !std::is_same_v<T, bool>>>
-  Place(T place) : at(static_cast<int64_t>(place)) {}
+  template <class T, class = std::enable_if_t<std::is_same_v<T, int> || std::is_same_v<T, int64_t>>>
+  Place(T place) : at(place) {}
   int64_t at;
 };
 }  // namespace indexing
@@ -247,6 +247,7 @@ class Tensor : public TensorBase {
   Tensor& operator/=(const Scalar& other) { return div_(other); }
   Tensor operator[](int64_t index) const { return select(0, index); }
   Tensor index(std::initializer_list<indexing::Place> places) const {
+    TORCH_CHECK_INDEX(places.size(), "Passing an empty index list to Tensor::index() is not valid syntax");
     Tensor found = *this;
     for (const auto& place : places) found = found.select(0, place.at);
     return found;
