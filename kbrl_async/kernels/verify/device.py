@@ -9,6 +9,8 @@ from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.timing.device import made_of
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
@@ -44,6 +46,8 @@ class Device:
     """Whether a candidate's process can serve one workload after the other."""
     tools = "tool"
     """The profile of a zygote whose children run compilers that use it."""
+    references = 8
+    """That a bench keeps where nobody says how many."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -54,7 +58,7 @@ class Device:
 
     def fitted(self, options: BenchOptions) -> BenchOptions:
         """The options with what this kind needs at least."""
-        return options
+        return msgspec.structs.replace(options, references=options.references or self.references)
 
     def open(self, memory_share: float) -> None:
         """`memory_share`: of its own memory, what this process may have at most.

@@ -11,7 +11,6 @@ from kbrl_async.kernels.sandbox import Limits
 from kbrl_async.kernels.settings import Outputs, TimingBench
 from kbrl_async.kernels.timing import Recipe
 from kbrl_async.kernels.timing.roofline import Peaks
-from protocols.affinity import KEPT
 from protocols.records import Strictness
 
 Tick = Callable[[], None]
@@ -48,8 +47,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a candidate's first call may take where that is more: it compiles and tunes there, as far as the farm could
     not, and imports what torch has put off until then (of `torch.broadcast_shapes` that is .7 s)."""
     reference_deadline_s: float = 60.0
-    references: int = 8
-    """Problems whose reference child is kept."""
+    references: int = 0
+    """Problems whose reference child is kept; 0: as many as the device does by itself."""
     reference_bytes: int = 320 * 2**20
     """Host memory that the secrets of all kept references may take; the one in use is kept whatever it takes."""
     memory_share: float = 1.0
@@ -103,8 +102,6 @@ def bench_options(
     **more: Any,
 ) -> BenchOptions:
     """The options of a bench on `device`. `more` are fields of `BenchOptions` that are no settings."""
-    if device != "cpu":
-        more = {"references": KEPT, **more}
     return BenchOptions(
         device=device,
         cores=cores,

@@ -34,6 +34,7 @@ from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.reservations import Other, Reservations
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
 from kbrl_async.kernels.verify.sets import Inconstant
+from protocols.affinity import KEPT
 from protocols.records import Candidate, Problem
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class CudaDevice(Device):
     """See `verify.device`."""
 
     tools = "gpu-tool"
+    references = KEPT
 
     def __init__(self, name: str) -> None:
         super().__init__(f"cuda:{torch.device(name).index or 0}")  # torch takes no other name in most places
@@ -103,6 +105,7 @@ class CudaDevice(Device):
 
     def fitted(self, options: BenchOptions) -> BenchOptions:
         """A first call loads libraries and device code, and a fault takes the driver seconds to clear away."""
+        options = super().fitted(options)
         limits = options.limits
         memory, scratch = max(limits.memory_bytes, _HOST_BYTES), max(limits.scratch_bytes, _SCRATCH_BYTES)
         return msgspec.structs.replace(
