@@ -9,8 +9,6 @@ from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.timing.device import made_of
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
@@ -58,7 +56,7 @@ class Device:
 
     def fitted(self, options: BenchOptions) -> BenchOptions:
         """The options with what this kind needs at least."""
-        return msgspec.structs.replace(options, references=options.references or self.references)
+        return options
 
     def open(self, memory_share: float) -> None:
         """`memory_share`: of its own memory, what this process may have at most.

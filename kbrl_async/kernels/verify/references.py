@@ -27,8 +27,9 @@ class References:
     """A small LRU of families, one per problem source."""
 
     def __init__(self, zygote: Zygote, options: BenchOptions, rng: random.Random, device: Device | None = None) -> None:
-        self._zygote, self._options, self._rng = zygote, options, rng
-        self._device = device or device_of(options.device)
+        self._zygote, self._rng, self._device = zygote, rng, device or device_of(options.device)
+        most = options.references or self._device.references
+        self._options = msgspec.structs.replace(options, references=most)
         self.kept: OrderedDict[str, Family] = OrderedDict()
 
     def __len__(self) -> int:

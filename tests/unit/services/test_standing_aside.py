@@ -6,11 +6,12 @@ import random
 from typing import Any, cast
 
 from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.options import bench_options
 from kbrl_async.kernels.verify.references import References
 
 
-class Settling:
+class Settling(Device):
     """Counts how often it was asked to settle."""
 
     times = 0
@@ -20,6 +21,6 @@ class Settling:
 
 
 def test_references_settle_the_children_that_wait() -> None:
-    waiting = Settling()
-    References(cast(Any, None), bench_options(TimingBench()), random.Random(0), cast(Any, waiting)).settle()
+    waiting = Settling("cpu")
+    References(cast(Any, None), bench_options(TimingBench()), random.Random(0), waiting).settle()
     assert waiting.times == 1

@@ -105,7 +105,6 @@ class CudaDevice(Device):
 
     def fitted(self, options: BenchOptions) -> BenchOptions:
         """A first call loads libraries and device code, and a fault takes the driver seconds to clear away."""
-        options = super().fitted(options)
         limits = options.limits
         memory, scratch = max(limits.memory_bytes, _HOST_BYTES), max(limits.scratch_bytes, _SCRATCH_BYTES)
         return msgspec.structs.replace(

@@ -6,10 +6,8 @@ import re
 
 import pytest
 
-from kbrl_async.kernels.settings import TimingBench
-from kbrl_async.kernels.verify import bench_options, device
+from kbrl_async.kernels.verify import device
 from kbrl_async.kernels.verify.device import device_of
-from protocols.affinity import KEPT
 from tests.pages import ROOT
 
 ASKS = re.compile(r"""\bdevice\s*[!=]=\s*["']|\bdevice\.startswith\(""")
@@ -31,10 +29,3 @@ def test_who_asks_is_found(line: str) -> None:
 def test_compilers_of_a_gpu_need_more_than_those_of_a_processor() -> None:
     assert device_of("cpu").tools == device.Device.tools == "tool"
     assert device_of("cuda:0").tools == "gpu-tool"
-
-
-@pytest.mark.parametrize("name", ["cpu", "cuda:0"])
-def test_a_device_keeps_as_many_references_as_asked_or_its_own_number(name: str) -> None:
-    one = device_of(name)
-    kept = [one.fitted(bench_options(TimingBench(), name, **more)).references for more in ({}, {"references": 16})]
-    assert kept == [{"cpu": 8, "cuda:0": KEPT}[name], 16]

@@ -22,9 +22,11 @@ from kbrl_async.kernels.verify import reference as module
 from kbrl_async.kernels.verify import references as kept
 from kbrl_async.kernels.verify.bench import Bench
 from kbrl_async.kernels.verify.cpu import device as cpu_device
+from kbrl_async.kernels.verify.device import device_of
 from kbrl_async.kernels.verify.memory import as_message, whole
 from kbrl_async.kernels.verify.options import bench_options
 from kbrl_async.kernels.verify.references import References
+from protocols.affinity import KEPT
 from protocols.records import Candidate, Fault, Problem
 from tests.unit.kernels.verify.conftest import SCALE_AND_SHIFT
 from tests.unit.kernels.verify.test_bench import patient
@@ -71,6 +73,18 @@ def test_references_on_a_gpu_leave_room_for_others(monkeypatch: pytest.MonkeyPat
     for name in "abcd":
         references.get(Problem(name, 1, name, name))
     assert len(references) == kept
+
+
+@pytest.mark.parametrize(("asked", "kept"), [({}, 8), ({"references": 3}, 3)])
+def test_a_device_keeps_as_many_references_as_asked_or_its_own_number(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, int], kept: int
+) -> None:
+    monkeypatch.setattr(cpu_device, "Reference", Idle)
+    references = References(cast(Any, None), bench_options(TimingBench(), **asked), random.Random(0))
+    for name in "abcdefghij":
+        references.get(Problem(name, 1, name, name))
+    assert len(references) == kept
+    assert device_of("cuda:0").references == KEPT, "what the broker remembers of it"
 
 
 def test_each_reference_that_goes_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
