@@ -87,7 +87,7 @@ def _without_libraries(words: list[str]) -> tuple[list[str], list[str]]:
     """Flags for a compiler, and those for the linker that some write among them, where a compiler overlooks them."""
     kept, named = list[str](), list[str]()
     for word in words:
-        is_value = kept and (kept[-1] in _NVCC_PAIRS or kept[-1] in _NVCC_HOST or kept[-1] in _VALUED)
+        is_value = bool(kept) and kept[-1] in (*_NVCC_PAIRS, *_NVCC_HOST, *_VALUED)
         is_library = word.startswith("-l") and word[2:] in _LIBRARIES and not is_value
         (named if is_library else kept).append(word)
     return kept, named

@@ -395,8 +395,7 @@ def staying(sizes: Sequence[int], most: int, room: float) -> int:
     0
     """
     largest = max(sizes, default=0)
-    together = itertools.accumulate(sizes[:most], initial=largest)
-    return max(0, sum(size <= room for size in together) - 1)
+    return sum(together + largest <= room for together in itertools.accumulate(sizes[:most]))
 
 
 def make_room(kept: OrderedDict[str, Family], options: BenchOptions, homes: PrewarmedChildren) -> bool:

@@ -151,29 +151,32 @@ def test_closing_ends_the_waiting_child(zygote: Zygote) -> None:
 
 
 def made_beside(monkeypatch: pytest.MonkeyPatch, sizes: list[int], references: int, room: float = 0.0) -> Any:
-    """The device, and what it keeps, after another reference of the first one's size."""
+    """The device, what it keeps, and all that it kept before, after another reference of the first one's size."""
     options = bench_options(sections.TimingBench(), "cuda:0", references=references)
     families = OrderedDict[str, Any]((str(place), Mock(device_bytes=size)) for place, size in enumerate(sizes))
+    before = list(families.values())
     monkeypatch.setattr(device, "make_room", Mock())
     monkeypatch.setattr(device, "CudaReference", Mock(return_value=Mock(device_bytes=sizes[0] if sizes else 0)))
     monkeypatch.setattr(device, "room_kept", lambda options: room)
     made = device.CudaDevice("cuda:0")
     made.homes, made.spares, made.replays = (cast(Any, Mock()) for _ in range(3))
     made.reference(cast(Any, None), cast(Any, None), options, cast(Any, None), families, no_tick)
-    return made, families
+    return made, list(families.values()), before
 
 
 @pytest.mark.parametrize(("kept", "started"), [(0, 2), (1, 1), (2, 1)])
 def test_no_home_is_started_where_one_comes_free(monkeypatch: pytest.MonkeyPatch, kept: int, started: int) -> None:
     """Whoever makes room for the next one does so before that is made, and leaves it its process."""
-    made, families = made_beside(monkeypatch, [0] * kept, references=2)
+    made, left, before = made_beside(monkeypatch, [0] * kept, references=2)
     assert made.homes.refill.call_count == started
-    assert list(families) == ["0", "1"][max(0, kept - 1) : kept]
+    assert left == before[-1:]
+    assert [one.retire.called for one in before] == [False] * kept if kept < 2 else [True, False]
 
 
 @pytest.mark.parametrize(("kept", "stay", "started"), [(1, 1, 2), (2, 2, 1), (3, 2, 1)])
 def test_who_has_to_go_for_want_of_room_goes_before_and_leaves_its_process(
     monkeypatch: pytest.MonkeyPatch, kept: int, stay: int, started: int
 ) -> None:
-    made, families = made_beside(monkeypatch, [5] * kept, references=8, room=17.0)
-    assert (len(families), made.homes.refill.call_count) == (stay, started)
+    made, left, before = made_beside(monkeypatch, [5] * kept, references=8, room=17.0)
+    assert (left, made.homes.refill.call_count) == (before[-stay:], started)
+    assert [one.retire.called for one in before] == [one not in left for one in before]

@@ -113,8 +113,8 @@ struct Caster<at::Tensor> {
     return true;
   }
 };
-// What a parameter of type A is given. A tensor that is only read is Python's own, which the call outlives.
 struct ReadOnly {};  // of what pybind11 lends to nobody who may change it
+// What a parameter of type A is given. A tensor that is only read is Python's own, which the call outlives.
 template <class A, class C>
 A taken(C& caster) {
   static_assert(
