@@ -8,6 +8,9 @@ from kbrl_async.kernels.sandbox import Isolation
 from kbrl_async.runs.config import Config, placement
 from protocols.messages import BACKENDS
 
+_LEAST_SHARE = 0.05
+"""Of a GPU, for all benches: what a policy larger than this leaves fails by name, not by a plan of nothing."""
+
 
 def farm_caps(chosen: str) -> tuple[dict[str, str], dict[str, str]]:
     """Caps of a compile farm on this host, and by backend why it can't build the others. `chosen` is the run's."""
@@ -48,9 +51,21 @@ def memory_share(config: Config, service: str) -> float:
     benches = counts.timing_bench if "timing_bench" in config.timing_bench.shares_with else 1
     benches = min(benches, placement.together(config)) if config.placement == "split" else benches
     is_one_gpu = config.placement == "one_gpu" or (config.placement is None and torch.cuda.device_count() < 2)
+    left = _left_by_the_policy(config) if config.placement == "one_gpu" else 1.0
     if counts.verifier and is_one_gpu:
-        return 1 / (counts.timing_bench + counts.verifier)
-    return 1 / (max(1, counts.verifier) if service == "verifier" else benches)
+        return left / (counts.timing_bench + counts.verifier)
+    return left / (max(1, counts.verifier) if service == "verifier" else benches)
+
+
+def _left_by_the_policy(config: Config) -> float:
+    """Of the one GPU, beside vLLM and the learner, which take what they may; a small policy's take next to nothing."""
+    import torch
+
+    if config.sampler.engine != "vllm" or config.model_name == "small":
+        return 1.0
+    memory, learner = torch.cuda.get_device_properties(0).total_memory, config.learner.memory_gb * 1e9
+    taken = config.sampler.memory_share + (learner / memory if learner else config.learner_share)
+    return max(_LEAST_SHARE, 1.0 - taken)
 
 
 def log_fields(isolation: Isolation) -> dict[str, object]:

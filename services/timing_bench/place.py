@@ -71,7 +71,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
             self.device,
             self.cores,
             recipe=Recipe.of(settings, resolved=resolution.for_run(self.cache, service.run_dir, self.hardware)),
-            memory_share=1.0 if self.turns is None else memory_share(service.config, service.name),
+            memory_share=memory_share(service.config, service.name),
             alone_share=ALONE_SHARE,
             is_light=self.is_behind,
         )

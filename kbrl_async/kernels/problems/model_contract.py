@@ -24,6 +24,8 @@ _FOLDERS = (
     *("CUPY_CACHE_DIR", "NUMBA_CACHE_DIR"),
 )
 """Environment variables by which libraries find a place to write."""
+_settled: dict[str, object] = {}
+"""Modules that were looked at: there are two thousand, and none of these came with a candidate."""
 
 
 def arguments(value: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -78,10 +80,12 @@ def _settle(folder: str, file: str, source: str) -> None:
     tempfile.tempdir = folder
     for lock in ("Lock", "RLock", "Semaphore", "BoundedSemaphore"):
         setattr(multiprocessing, lock, getattr(threading, lock))
-    for name, module in list(sys.modules.items()):  # of a candidate that was here before
+    for name, module in [one for one in sys.modules.items() if _settled.get(one[0]) is not one[1]]:
         place = getattr(module, "__file__", None)
-        if isinstance(place, str) and place.startswith(folder + os.sep):
+        if isinstance(place, str) and place.startswith(folder + os.sep):  # of a candidate that was here before
             del sys.modules[name]
+        else:
+            _settled[name] = module
     if folder not in sys.path:
         sys.path.insert(0, folder)
     with contextlib.suppress(OSError):

@@ -12,30 +12,39 @@ reference's `__init__` and replaces `forward`, or keeps `forward` over own submo
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Iterator
 
 _MIN_NODES = 8
+_UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 def copied_reference(reference: str, candidate: str, entry: str = "ModelNew") -> str:
     """Evidence where `entry` of `candidate` is `Model` of `reference` under other names; else an empty string."""
     wanted = canonical(reference, "Model")
-    got = canonical(candidate, entry) if wanted else ""
-    nodes = wanted.count("(")
-    if not wanted or wanted != got or nodes < _MIN_NODES:
+    nodes = sum(text.count("(") for text in wanted)
+    if nodes < _MIN_NODES or not _is_written_as(candidate, entry, wanted):
         return ""
     return f"forward and all that it reaches is the reference's: {nodes} syntax nodes, equal up to names"
 
 
 @functools.lru_cache(maxsize=64)
-def canonical(source: str, entry: str) -> str:
-    """The text of what `entry`'s forward reaches; empty where it has none or the source does not parse."""
-    try:
-        return _Program(ast.parse(source)).text(entry)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ""
+def canonical(source: str, entry: str) -> list[str]:
+    """The texts of what `entry`'s forward reaches; none where it has none or the source does not parse."""
+    with contextlib.suppress(*_UNREADABLE):
+        return list(_Program(ast.parse(source)).texts(entry))
+    return []
+
+
+def _is_written_as(source: str, entry: str, wanted: list[str]) -> bool:
+    """As far as the first text that differs: most candidates' forwards do."""
+    with contextlib.suppress(*_UNREADABLE):
+        both = itertools.zip_longest(wanted, _Program(ast.parse(source)).texts(entry))
+        return all(one == other for one, other in both)
+    return False
 
 
 class _Program:
@@ -51,12 +60,11 @@ class _Program:
             elif isinstance(node, ast.Assign):
                 self.defined.update({t.id: node.value for t in node.targets if isinstance(t, ast.Name)})
 
-    def text(self, entry: str) -> str:
-        """Empty where there is no such class or it has no forward."""
+    def texts(self, entry: str) -> Iterator[str]:
+        """None where there is no such class or it has no forward."""
         node = self._follow(entry)
-        if not isinstance(node, ast.ClassDef) or "forward" not in self.methods(node):
-            return ""
-        return _NormalWriter(self).write(node)
+        if isinstance(node, ast.ClassDef) and "forward" in self.methods(node):
+            yield from _NormalWriter(self).write(node)
 
     def _follow(self, name: str) -> ast.AST | None:
         """Through `ModelNew = Model`."""
@@ -102,18 +110,16 @@ class _NormalWriter:
         self.numbers: dict[str, int] = {}
         self.queue: list[tuple[ast.AST, ast.ClassDef | None]] = []
 
-    def write(self, entry: ast.ClassDef) -> str:
+    def write(self, entry: ast.ClassDef) -> Iterator[str]:
         self.refer("class", entry.name, entry, entry)
-        texts = []
         for node, owner in self.queue:  # grows while it is read
             if isinstance(node, ast.ClassDef):
                 methods = self.program.methods(node)
                 forward = methods.get("forward")
                 parts = [forward] if forward is not None else list(methods.values())
-                texts.append("class " + " ".join(self.body(part, node) for part in parts))
+                yield "class " + " ".join(self.body(part, node) for part in parts)
             else:
-                texts.append(self.body(node, owner))
-        return "\n".join(texts)
+                yield self.body(node, owner)
 
     def refer(self, space: str, name: str, node: ast.AST, owner: ast.ClassDef | None) -> str:
         key = f"{space}:{name}"

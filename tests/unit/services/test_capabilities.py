@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -57,6 +59,28 @@ def test_benches_and_verifiers_of_one_gpu_share_its_memory(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     config = load(overrides=words.split())
     assert (memory_share(config, "timing_bench"), memory_share(config, "verifier")) == (bench, verifier)
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ("sampler.memory_share=.3 learner.memory_gb=40", 0.5),
+        ("sampler.memory_share=.3 learner.memory_gb=40 timing_bench.shares_with=[timing_bench] "
+         "processes.timing_bench=2", 0.25),
+        ("sampler.memory_share=.3", 0.1),
+        ("sampler.memory_share=.8 learner.memory_gb=60", 0.05),
+        ("sampler.memory_share=.3 learner.memory_gb=40 model_name=small", 1.0),
+        ("sampler.engine=transformers learner.memory_gb=40", 1.0),
+    ],
+)  # fmt: skip
+def test_a_bench_on_the_policys_gpu_plans_with_what_that_leaves(
+    words: str, left: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=200 * 10**9))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    of_seven_billion = ["placement=one_gpu", "sampler.engine=vllm", "model_name=./of-seven-billion"]
+    config = load(overrides=[*of_seven_billion, *words.split()])
+    assert memory_share(config, "timing_bench") == pytest.approx(left)
 
 
 def test_verifiers_take_gpus_from_the_first_and_benches_behind_them_from_the_last(

@@ -78,6 +78,7 @@ class NvmlDriver:
             self._lib: Any = importlib.import_module("pynvml")
             self._lib.nvmlInit()
             self._gpu = self._lib.nvmlDeviceGetHandleByIndex(index)
+            self._max_sm_mhz = 0
         except ImportError as error:
             raise MissingTool("nvidia-ml-py is not installed", "pip install nvidia-ml-py") from error
         except self._lib.NVMLError as error:
@@ -93,7 +94,9 @@ class NvmlDriver:
         return int(self._lib.nvmlDeviceGetClockInfo(self._gpu, self._lib.NVML_CLOCK_SM))
 
     def max_sm_mhz(self) -> int:
-        return int(self._lib.nvmlDeviceGetMaxClockInfo(self._gpu, self._lib.NVML_CLOCK_SM))
+        if not self._max_sm_mhz:  # asked twice a candidate, and each answer takes the driver milliseconds
+            self._max_sm_mhz = int(self._lib.nvmlDeviceGetMaxClockInfo(self._gpu, self._lib.NVML_CLOCK_SM))
+        return self._max_sm_mhz
 
     def supported_sm_mhz(self) -> list[int]:
         memory = self._lib.nvmlDeviceGetSupportedMemoryClocks(self._gpu)

@@ -194,7 +194,7 @@ class Passes:
     def _launch(self, name: str, grid: tuple[int, int, int], *arguments: Any, threads: int = _THREADS) -> None:
         given = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in (*arguments, self._out)]
         packed = cuda_driver.Arguments(given)
-        stream = torch.cuda.current_stream(self._out.device).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(self._out.device.index)  # type: ignore[attr-defined, unused-ignore]
         cuda_driver.driver().launch(self._functions[name], grid, (threads, 1, 1), 0, stream, packed)
 
     def _counts(self) -> list[int]:

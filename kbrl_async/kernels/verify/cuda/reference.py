@@ -52,6 +52,9 @@ BATCH_NS = 600_000
 MAX_BATCH = 16
 _ARENA_SHARE = 0.06
 """Of the bench's memory, for one arena with more slots than the checks need."""
+_BRIEF_BYTES = 1 << 30
+"""The same in training: what reads and writes so much takes a quarter of a millisecond. Every slot is filled, poisoned
+and compared for each pair, and stands in four arenas: memory that another bench of this GPU could work in."""
 _ROOM_SHARE = 0.4
 """As much as this of the bench's memory must be free before another reference is made; less, where benches share it."""
 _SETTINGS = re.compile(r"\b(backends|environ|set_\w+|use_deterministic_algorithms)\b")
@@ -71,16 +74,19 @@ class ReferencePlan(msgspec.Struct, frozen=True):
     batch: int
 
 
-def plan(elapsed_ns: float, bytes_a_slot: int, memory: int, slots: int) -> ReferencePlan:
-    """Enough forwards for a batch, as far as memory goes.
+def plan(elapsed_ns: float, bytes_a_slot: int, memory: int, slots: int, is_brief: bool = False) -> ReferencePlan:
+    """Enough forwards for a batch, as far as memory goes. `is_brief`: as in training.
 
     >>> plan(10_000.0, 1 << 20, 80 << 30, 3)
     ReferencePlan(slots=16, batch=16)
     >>> plan(3e6, 1 << 28, 80 << 30, 3)
     ReferencePlan(slots=3, batch=1)
+    >>> plan(6e4, 1 << 28, 80 << 30, 3), plan(6e4, 1 << 28, 80 << 30, 3, is_brief=True)
+    (ReferencePlan(slots=10, batch=10), ReferencePlan(slots=4, batch=4))
     """
     room = max(1, int(memory * _ARENA_SHARE) // max(1, bytes_a_slot))
-    batch = min(MAX_BATCH, room, max(1, math.ceil(BATCH_NS / max(elapsed_ns, 1.0))))
+    timed = min(room, max(1, _BRIEF_BYTES // max(1, bytes_a_slot))) if is_brief else room
+    batch = min(MAX_BATCH, timed, max(1, math.ceil(BATCH_NS / max(elapsed_ns, 1.0))))
     return ReferencePlan(max(batch, min(slots, max(room, 2))), batch)
 
 
@@ -340,7 +346,9 @@ class CudaReference(Reference):
         elapsed = min(session.event(0, deadline).elapsed_ns for _ in range(3))
         self.forward_ns = elapsed
         if self.keeps_sets:
-            self.plan = plan(elapsed, self.slot_bytes, memory_of(self._options), self._options.slots)
+            options = self._options
+            is_brief = options.recipe.enough_below > 0
+            self.plan = plan(elapsed, self.slot_bytes, memory_of(options), options.slots, is_brief)
             session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs, least_bytes=least)
         else:
             self.plan = ReferencePlan(1, 1)  # it is attached so
