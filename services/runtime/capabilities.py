@@ -5,11 +5,12 @@ from __future__ import annotations
 from kbrl_async.errors import MissingTool
 from kbrl_async.kernels.backends import backend, backends
 from kbrl_async.kernels.sandbox import Isolation
+from kbrl_async.kernels.verify.reservations import CONTEXTS_BYTES
 from kbrl_async.runs.config import Config, placement
 from protocols.messages import BACKENDS
 
 _LEAST_SHARE = 0.05
-"""Of a GPU, for all benches: what a policy larger than this leaves fails by name, not by a plan of nothing."""
+"""Of a GPU, for each bench: where a policy leaves less, what does not fit fails by name, not by a plan of nothing."""
 
 
 def farm_caps(chosen: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -51,21 +52,29 @@ def memory_share(config: Config, service: str) -> float:
     benches = counts.timing_bench if "timing_bench" in config.timing_bench.shares_with else 1
     benches = min(benches, placement.together(config)) if config.placement == "split" else benches
     is_one_gpu = config.placement == "one_gpu" or (config.placement is None and torch.cuda.device_count() < 2)
-    left = _left_by_the_policy(config) if config.placement == "one_gpu" else 1.0
     if counts.verifier and is_one_gpu:
-        return left / (counts.timing_bench + counts.verifier)
-    return left / (max(1, counts.verifier) if service == "verifier" else benches)
+        there = counts.timing_bench + counts.verifier
+    else:
+        there = max(1, counts.verifier) if service == "verifier" else benches
+    return _left_by_the_policy(config, there) / there
 
 
-def _left_by_the_policy(config: Config) -> float:
-    """Of the one GPU, beside vLLM and the learner, which take what they may; a small policy's take next to nothing."""
+def _left_by_the_policy(config: Config, benches: int) -> float:
+    """Of a GPU that benches share with vLLM, and maybe with the learner: they take what they may, a small one next
+    to nothing. Each bench has contexts beside what it plans with.
+    """
     import torch
 
-    if config.sampler.engine != "vllm" or config.model_name == "small":
+    beside = set(config.timing_bench.shares_with) & {"sampler", "learner"}
+    if not beside or config.placement is None or config.sampler.engine != "vllm" or config.model_name == "small":
         return 1.0
-    memory, learner = torch.cuda.get_device_properties(0).total_memory, config.learner.memory_gb * 1e9
-    taken = config.sampler.memory_share + (learner / memory if learner else config.learner_share)
-    return max(_LEAST_SHARE, 1.0 - taken)
+    memory = torch.cuda.get_device_properties(0).total_memory
+    taken = benches * CONTEXTS_BYTES / memory
+    if "sampler" in beside:
+        taken += config.sampler.memory_share
+    if "learner" in beside:
+        taken += config.learner.memory_gb * 1e9 / memory if config.learner.memory_gb else config.learner_share
+    return max(benches * _LEAST_SHARE, 1.0 - taken)
 
 
 def log_fields(isolation: Isolation) -> dict[str, object]:

@@ -31,7 +31,7 @@ LIMIT_S = 600.0
 _LOOK_S = 0.05
 _SHARE = 15 / 16
 """Of a GPU that may be planned with: contexts of idle processes are in nobody's plan."""
-_CONTEXTS = 5 << 30
+CONTEXTS_BYTES = 5 << 30
 """What another verifier has beside all plans: contexts of its bench and of the processes that it keeps ready, .7 to .9
 GB each. Four verifiers on 80 GB met "out of memory" in 7 of 60 problems of KernelBench without it, and with 4 GiB in 3
 of 16 that plan with 32 to 48 GiB.
@@ -78,7 +78,7 @@ class Reservations:
         """Whether all verifiers' contexts have room beside `wanted`, and what any other has or waits for."""
         others = self.others
         largest = max(wanted, *(max(other.held, other.wanted) for other in others), 0)
-        return min(largest, self.total) + (len(others) + 1) * _CONTEXTS <= self.whole
+        return min(largest, self.total) + (len(others) + 1) * CONTEXTS_BYTES <= self.whole
 
     @staticmethod
     def is_concern(size: int) -> bool:
@@ -134,7 +134,7 @@ class Reservations:
     def _fits(self, size: int, others: list[Other]) -> bool:
         """Where nobody else holds any it may have all: then what lies beside plans decides, and that does not wait."""
         held = sum(other.held for other in others)
-        return not held or size + held + len(others) * _CONTEXTS <= self.total
+        return not held or size + held + len(others) * CONTEXTS_BYTES <= self.total
 
     def _refusal(self, size: int) -> str:
         told = ", ".join(f"process {other.pid}: {other.held / 2**30:.1f} GiB" for other in self.others)

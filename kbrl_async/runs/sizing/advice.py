@@ -76,6 +76,10 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 SLOTS = (256, 128, 64, 32, 16, 8, 4, 1)
+USEFUL_SLOTS = 16
+"""Fewer are not given up for a bench's sake."""
+BENCH_ROOM = 18 * GB
+"""What a bench takes of the suite's GPU shapes where nothing is in its way: 16 to 20 GB were seen."""
 RESERVE = 0.05
 """Of a GPU, for what allocators lose between blocks."""
 
@@ -173,23 +177,36 @@ def _base_settings(wish: Wish) -> dict[str, Any]:
 
 def _one_gpu(shape: ModelShape, wish: Wish) -> dict[str, Any]:
     """Learner and sampler share a GPU, and with one GPU the bench, too."""
-    room = (1 - RESERVE) * wish.capacity - (BENCH if wish.gpus == 1 else 0.0)
     weights = served_weights(shape, 1) * (1 if wish.rank else 2)
-    for slots in SLOTS:
-        sampler = weights + VLLM_BESIDE + shape.kv_bytes(BF16) * slots * wish.length
-        held = learner(shape, _learning(shape, wish, 1, room - sampler - CONTEXT))
-        if held.total + sampler <= room:
-            found = {**_base_settings(wish), "placement": "one_gpu" if wish.gpus == 1 else "two_gpus"}
-            found |= {"sampler.slots": slots, "sampler.memory_share": round(sampler / wish.capacity + 0.005, 2)}
-            return found | {"learner.memory_gb": float(int((room - sampler) / GB))}
+    for bench, least in _benches(is_there=wish.gpus == 1):
+        room = (1 - RESERVE) * wish.capacity - bench
+        for slots in (one for one in SLOTS if one >= least):
+            sampler = weights + VLLM_BESIDE + shape.kv_bytes(BF16) * slots * wish.length
+            held = learner(shape, _learning(shape, wish, 1, room - sampler - CONTEXT))
+            if held.total + sampler <= room:
+                found = {**_base_settings(wish), "placement": "one_gpu" if wish.gpus == 1 else "two_gpus"}
+                found |= {"sampler.slots": slots, "sampler.memory_share": round(sampler / wish.capacity + 0.005, 2)}
+                return found | {"learner.memory_gb": float(int((room - sampler) / GB))}
     return {}
+
+
+def _benches(is_there: bool) -> list[tuple[float, int]]:
+    """What a bench on the GPU is left, and the fewest slots that are worth that."""
+    return [(BENCH_ROOM, USEFUL_SLOTS), (BENCH, 1)] if is_there else [(0.0, 1)]
 
 
 def _apart(shape: ModelShape, wish: Wish) -> dict[str, Any]:
     """All weights are trained on a GPU of their own, and go to the other, which samples and times, by NCCL."""
     room = (1 - RESERVE) * wish.capacity
     sampler = 2 * served_weights(shape, 1) + VLLM_BESIDE
-    slots = _slots(shape, wish, room - BENCH - sampler)
+    slots = next(
+        (
+            slots
+            for bench, least in _benches(is_there=True)
+            if (slots := _slots(shape, wish, room - bench - sampler)) >= least
+        ),
+        0,
+    )
     if not slots or learner(shape, _learning(shape, wish, 1, room - CONTEXT)).total > room:
         return {}
     share = (sampler + shape.kv_bytes(BF16) * slots * wish.length) / wish.capacity

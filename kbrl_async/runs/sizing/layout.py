@@ -41,7 +41,7 @@ TOLERANCE = 1.1
 PROMPT_TOKENS = 1024
 """Of a problem's prompt, where nobody has said."""
 BENCH = 6 * GB
-"""The suite's largest problems: input sets, both sides' outputs and two contexts."""
+"""At least: small problems' input sets, both sides' outputs and contexts."""
 VLLM_BESIDE = 4 * GB
 """CUDA graphs, activations and adapters of vLLM, beside weights and KV cache."""
 

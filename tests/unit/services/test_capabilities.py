@@ -12,6 +12,7 @@ from kbrl_async.kernels.sandbox import Isolation
 from kbrl_async.runs.config import load
 from protocols.messages import BACKENDS
 from protocols.quiet import resources_of
+from services.runtime import capabilities
 from services.runtime.capabilities import bench_device, farm_caps, log_fields, memory_share
 from services.runtime.quiet import shared_resources
 
@@ -62,25 +63,29 @@ def test_benches_and_verifiers_of_one_gpu_share_its_memory(
 
 
 @pytest.mark.parametrize(
-    ("words", "left"),
+    ("words", "each"),
     [
-        ("sampler.memory_share=.3 learner.memory_gb=40", 0.5),
-        ("sampler.memory_share=.3 learner.memory_gb=40 timing_bench.shares_with=[timing_bench] "
-         "processes.timing_bench=2", 0.25),
-        ("sampler.memory_share=.3", 0.1),
-        ("sampler.memory_share=.8 learner.memory_gb=60", 0.05),
-        ("sampler.memory_share=.3 learner.memory_gb=40 model_name=small", 1.0),
-        ("sampler.engine=transformers learner.memory_gb=40", 1.0),
+        ("placement=one_gpu sampler.memory_share=.3 learner.memory_gb=40", 0.45),
+        ("placement=one_gpu sampler.memory_share=.3 learner.memory_gb=40 processes.timing_bench=2 "
+         "timing_bench.shares_with=[sampler,learner,timing_bench]", 0.2),
+        ("placement=one_gpu sampler.memory_share=.3 learner.memory_gb=40 processes.verifier=1", 0.2),
+        ("placement=one_gpu sampler.memory_share=.3", 0.05),
+        ("placement=learner_apart sampler.memory_share=.6", 0.35),
+        ("placement=split timing_bench.shares_with=[sampler] sampler.memory_share=.6", 0.35),
+        ("placement=split sampler.memory_share=.9", 1.0),
+        ("placement=two_gpus sampler.memory_share=.3 learner.memory_gb=40", 1.0),
+        ("placement=one_gpu sampler.memory_share=.3 learner.memory_gb=40 model_name=small", 1.0),
+        ("placement=one_gpu sampler.engine=transformers learner.memory_gb=40", 1.0),
     ],
 )  # fmt: skip
-def test_a_bench_on_the_policys_gpu_plans_with_what_that_leaves(
-    words: str, left: float, monkeypatch: pytest.MonkeyPatch
+def test_a_bench_on_the_policys_gpu_plans_with_what_that_leaves_beside_contexts(
+    words: str, each: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=200 * 10**9))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    of_seven_billion = ["placement=one_gpu", "sampler.engine=vllm", "model_name=./of-seven-billion"]
-    config = load(overrides=[*of_seven_billion, *words.split()])
-    assert memory_share(config, "timing_bench") == pytest.approx(left)
+    monkeypatch.setattr(capabilities, "CONTEXTS_BYTES", 10**10)
+    config = load(overrides=["sampler.engine=vllm", "model_name=./of-seven-billion", *words.split()])
+    assert memory_share(config, "timing_bench") == pytest.approx(each)
 
 
 def test_verifiers_take_gpus_from_the_first_and_benches_behind_them_from_the_last(
