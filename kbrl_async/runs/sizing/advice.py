@@ -79,7 +79,7 @@ SLOTS = (256, 128, 64, 32, 16, 8, 4, 1)
 USEFUL_SLOTS = 16
 """Fewer are not given up for a bench's sake."""
 BENCH_ROOM = 18 * GB
-"""What a bench takes of the suite's GPU shapes where nothing is in its way: 16 to 20 GB were seen."""
+"""12 for its plans, in which the suite's GPU shapes are replayed, and its contexts; alone it took 25 on an H200."""
 RESERVE = 0.05
 """Of a GPU, for what allocators lose between blocks."""
 
