@@ -125,6 +125,7 @@ def honest(
     benches: Annotated[int, "so many beside each other judge what the jobs have built before; 0: each job has one"] = 0,
     alone_share: Annotated[float, "of pairs that are judged a second time, with nobody beside them"] = 0.0,
     references: Annotated[int, "that a bench keeps; 0: each problem's is made once and kept"] = 1,
+    timing: Annotated[bool, "what is right is timed, too, as one bench with nobody beside it does"] = False,
     again: Again = (),
     out: Out = None,
 ) -> Result:
@@ -132,7 +133,9 @@ def honest(
 
     `alone`, with --alone-share: medians of each stage's seconds [beside the others, alone], and who got another state.
     """
-    how = HowJudged(rules, deadline_s, warm=corpus / warm if warm else None, references=references)
+    if timing and (benches or jobs) > 1:
+        raise UserError(f"{benches or jobs} benches would time beside each other", "--benches 1")
+    how = HowJudged(rules, deadline_s, timing, warm=corpus / warm if warm else None, references=references)
     pairs, until = _pairs(corpus, only, repeat), time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="kbrl-corpus-") as store:
         if benches:

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.harness.crew import rows_of
 from benchmarks.verification import adapters, corpus, posed
+from kbrl_async.errors import UserError
 from kbrl_async.kernels.funnel import Builder, Verifier
 from kbrl_async.kernels.problems import beside, load_file, parse_problem
 from tests.candidates import affine
@@ -87,6 +88,14 @@ def test_benches_judge_what_the_jobs_have_built_and_a_share_is_judged_alone(fold
     assert found["alone"]["other_state"] == []
     assert {"compile", "reference", "small_inputs"} <= found["alone"]["stages_s"].keys()
     assert all(len(each) == 2 for each in found["alone"]["stages_s"].values())
+
+
+def test_one_bench_with_nobody_beside_it_times_what_is_right(folder: Path) -> None:
+    out = folder / "out.jsonl"
+    corpus.honest(corpus=folder, only="^(right|wrong)$", timing=True, out=out)
+    assert {name: "timing" in row["stages"] for name, row in rows_of(out).items()} == {"right": True, "wrong": False}
+    with pytest.raises(UserError, match="2 benches would time beside each other"):
+        corpus.honest(corpus=folder, jobs=4, benches=2, timing=True)
 
 
 def test_a_bench_judges_what_a_job_has_built_and_builds_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

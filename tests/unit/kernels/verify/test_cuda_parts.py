@@ -25,11 +25,11 @@ from kbrl_async.kernels.verify.cuda import arena, capture, device
 from kbrl_async.kernels.verify.cuda import proof as cuda_proof
 from kbrl_async.kernels.verify.cuda.capture import CapturedForwards, tensors_kept_by
 from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels, without_chance
-from kbrl_async.kernels.verify.cuda.reference import MAX_BATCH, plan
+from kbrl_async.kernels.verify.cuda.reference import MAX_BATCH, ReferencePlan, plan
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
 from kbrl_async.kernels.verify.cuda.replay.stretches import stretches_of
 from kbrl_async.kernels.verify.cuda.session import CudaSession, place_outputs
-from kbrl_async.kernels.verify.cuda.sides import Sides
+from kbrl_async.kernels.verify.cuda.sides import Sides, batch_for
 from kbrl_async.kernels.verify.cuda.telling import begin_gradients
 from kbrl_async.kernels.verify.input_set import InputSet
 from kbrl_async.kernels.verify.known import Held
@@ -49,6 +49,26 @@ def test_a_short_kernel_is_timed_in_a_batch_and_a_long_one_alone() -> None:
 
 def test_a_batch_ends_where_memory_does() -> None:
     assert plan(4_000, GB, 80 * GB, 3).batch == 4
+
+
+def test_a_batch_of_training_holds_a_gigabyte_and_as_many_slots_as_sets_are_checked_in() -> None:
+    assert plan(60_000, GB // 4, 80 * GB, 3) == ReferencePlan(10, 10)
+    assert plan(60_000, GB // 4, 80 * GB, 3, is_brief=True) == ReferencePlan(4, 4)
+    assert plan(60_000, GB, 80 * GB, 3, is_brief=True) == ReferencePlan(3, 1)
+    assert plan(4_000, 1 << 20, 80 * GB, 3, is_brief=True) == plan(4_000, 1 << 20, 80 * GB, 3)
+
+
+def test_a_kernel_that_is_clearly_slower_is_timed_in_few_forwards_and_any_other_in_all() -> None:
+    sixteen, reference_ns = ReferencePlan(16, 16), 40_000.0
+    assert [batch_for(sixteen, reference_ns, ns) for ns in (60_000.0, 299_000.0, 310_000.0, 7e5, 2e6)] == [
+        16,
+        16,
+        4,
+        2,
+        1,
+    ]
+    assert batch_for(sixteen, reference_ns, math.inf) == 16
+    assert batch_for(sixteen, 2e6, 3e6) == 16
 
 
 def test_large_inputs_get_fewer_slots_but_never_the_same_twice_in_a_row() -> None:
