@@ -25,7 +25,7 @@ def test_helpers_travel_and_our_own_package_beside_it_does_not(tmp_path: Path) -
 
 
 def test_helpers_of_a_candidate_are_gone_when_the_next_one_of_its_process_comes(tmp_path: Path) -> None:
-    """In a process of its own: a load leaves it with other folders. Libraries are looked at once."""
+    """In a process of its own, which keeps no bytecode, as in a sandbox. Libraries are looked at once."""
     code = f"""
 import sys, types
 from kbrl_async.kernels.problems import beside, model_contract as contract
@@ -48,5 +48,5 @@ def source(one):
 print([answer(one) for one in (1, 2, 3)], asked.count("__file__"))
 """
     (tmp_path / "scratch").mkdir()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["[1,", "2,", "3]", "1"]
