@@ -24,7 +24,7 @@ install: $(VENV)/.installed
 test: export OMP_NUM_THREADS ?= 1
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -n 6 --dist worksteal
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -11,6 +11,8 @@ from protocols.messages import BACKENDS
 
 _LEAST_SHARE = 0.05
 """Of a GPU, for each bench: where a policy leaves less, what does not fit fails by name, not by a plan of nothing."""
+_LOST_SHARE = 0.05
+"""By allocators, between blocks."""
 
 
 def farm_caps(chosen: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -53,28 +55,32 @@ def memory_share(config: Config, service: str) -> float:
     benches = min(benches, placement.together(config)) if config.placement == "split" else benches
     is_one_gpu = config.placement == "one_gpu" or (config.placement is None and torch.cuda.device_count() < 2)
     if counts.verifier and is_one_gpu:
-        there = counts.timing_bench + counts.verifier
-    else:
-        there = max(1, counts.verifier) if service == "verifier" else benches
-    return _left_by_the_policy(config, there) / there
+        return 1 / (counts.timing_bench + counts.verifier)
+    return 1 / (max(1, counts.verifier) if service == "verifier" else benches)
 
 
-def _left_by_the_policy(config: Config, benches: int) -> float:
-    """Of a GPU that benches share with vLLM, and maybe with the learner: they take what they may, a small one next
-    to nothing. Each bench has contexts beside what it plans with.
+def share_beside_policy(config: Config, service: str, instance: int, memory: int) -> float | None:
+    """Of a GPU of `memory` bytes, what a bench or verifier may plan with beside vLLM, and the learner: these have what
+    they may take, and whoever verifies has contexts beside its plans. None where no policy is on its GPU, as the
+    placement says, or one that takes little.
     """
-    import torch
+    if config.placement is None or config.sampler.engine != "vllm" or config.model_name == "small":
+        return None
 
-    beside = set(config.timing_bench.shares_with) & {"sampler", "learner"}
-    if not beside or config.placement is None or config.sampler.engine != "vllm" or config.model_name == "small":
-        return 1.0
-    memory = torch.cuda.get_device_properties(0).total_memory
-    taken = benches * CONTEXTS_BYTES / memory
-    if "sampler" in beside:
-        taken += config.sampler.memory_share
-    if "learner" in beside:
+    def sits_here(other: str, number: int = 0) -> bool:
+        return bool(set(placement.assigned(config, other, number)) & here)
+
+    here, counts = set(placement.assigned(config, service, instance)), config.processes
+    taken = config.sampler.memory_share * any(sits_here("sampler", number) for number in range(counts.sampler))
+    if sits_here("learner"):
         taken += config.learner.memory_gb * 1e9 / memory if config.learner.memory_gb else config.learner_share
-    return max(benches * _LEAST_SHARE, 1.0 - taken)
+    if not taken:
+        return None
+    verifying = sum(
+        sits_here(name, number) for name in ("timing_bench", "verifier") for number in range(getattr(counts, name))
+    )
+    left = 1.0 - taken - _LOST_SHARE - verifying * CONTEXTS_BYTES / memory
+    return max(_LEAST_SHARE, min(left, config.timing_bench.memory_share) / verifying)
 
 
 def log_fields(isolation: Isolation) -> dict[str, object]:

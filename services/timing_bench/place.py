@@ -13,7 +13,7 @@ from kbrl_async.kernels.timing.turns import DeviceTurns
 from kbrl_async.kernels.verify import BenchOptions, bench_options
 from kbrl_async.kernels.verify.options import ALONE_SHARE
 from kbrl_async.runs.config.layout import GPU_BENCH_CORES
-from services.runtime.capabilities import bench_device, memory_share
+from services.runtime.capabilities import bench_device, memory_share, share_beside_policy
 from services.runtime.quiet import shared_resources
 from services.runtime.service import Service
 
@@ -71,10 +71,22 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
             self.device,
             self.cores,
             recipe=Recipe.of(settings, resolved=resolution.for_run(self.cache, service.run_dir, self.hardware)),
-            memory_share=memory_share(service.config, service.name),
+            memory_share=self._memory_share(service),
             alone_share=ALONE_SHARE,
             is_light=self.is_behind,
         )
+
+    def _memory_share(self, service: Service) -> float:
+        """Of what `timing_bench.memory_share` names."""
+        import torch
+
+        config, beside = service.config, None
+        if self.device != "cpu" and not service.is_apart:
+            memory = torch.cuda.get_device_properties(torch.device(self.device)).total_memory
+            beside = share_beside_policy(config, service.name, service.instance, memory)
+        if beside is not None:
+            return beside / config.timing_bench.memory_share
+        return 1.0 if self.turns is None else memory_share(config, service.name)
 
 
 def _own_cores(service: Service, cores: Sequence[int], *, is_on_gpu: bool) -> Sequence[int]:

@@ -25,7 +25,7 @@ _FOLDERS = (
 )
 """Environment variables by which libraries find a place to write."""
 _settled: dict[str, object] = {}
-"""Modules that were looked at: there are two thousand, and none of these came with a candidate."""
+"""Modules that were looked at: there are two thousand, and none of these lies in a candidate's folder."""
 
 
 def arguments(value: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -80,7 +80,7 @@ def _settle(folder: str, file: str, source: str) -> None:
     tempfile.tempdir = folder
     for lock in ("Lock", "RLock", "Semaphore", "BoundedSemaphore"):
         setattr(multiprocessing, lock, getattr(threading, lock))
-    for name, module in [one for one in sys.modules.items() if _settled.get(one[0]) is not one[1]]:
+    for name, module in [one for one in list(sys.modules.items()) if _settled.get(one[0]) is not one[1]]:
         place = getattr(module, "__file__", None)
         if isinstance(place, str) and place.startswith(folder + os.sep):  # of a candidate that was here before
             del sys.modules[name]

@@ -61,7 +61,7 @@ class _Program:
                 self.defined.update({t.id: node.value for t in node.targets if isinstance(t, ast.Name)})
 
     def texts(self, entry: str) -> Iterator[str]:
-        """None where there is no such class or it has no forward."""
+        """Nothing where there is no such class or it has no forward."""
         node = self._follow(entry)
         if isinstance(node, ast.ClassDef) and "forward" in self.methods(node):
             yield from _NormalWriter(self).write(node)

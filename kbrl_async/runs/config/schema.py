@@ -187,8 +187,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def learner_share(self) -> float:
         """Of its GPU's memory, up to where the learner fills it where `learner.memory_gb` is 0."""
-        beside = self.sampler.memory_share if self.placement == "one_gpu" and self.sampler.engine == "vllm" else 0.0
-        return max(0.1, 0.9 - beside)
+        is_shared = self.placement == "one_gpu" and self.sampler.engine == "vllm"
+        return max(0.1, 0.9 - (self.sampler.memory_share + BENCHES_SHARE if is_shared else 0.0))
 
     @property
     def punishes_overlong(self) -> bool:
@@ -209,3 +209,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DEFAULT_SEED = 0
+BENCHES_SHARE = 0.15
+"""Of the one GPU that a run has, for benches beside vLLM and the learner."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from kbrl_async.runs.config import load
 from kbrl_async.runs.config.layout import cpu_layout
@@ -26,6 +27,34 @@ def cores_of(
     layout = cpu_layout(config, CORES)
     service = SimpleNamespace(config=config, layout=layout, name=name, instance=instance, run_dir=tmp_path)
     return Place.of(cast(Service, service)).cores
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "is_apart", "share"),
+    [
+        ("sampler.memory_share=.3 learner.memory_gb=40", "cuda:0", False, 0.45 - 5 * 2**30 / (200 * 10**9)),
+        ("sampler.memory_share=.3 learner.memory_gb=40 timing_bench.memory_share=.4", "cuda:0", False, 0.4),
+        ("sampler.memory_share=.3 learner.memory_gb=40", "cuda:0", True, 1.0),
+        ("sampler.memory_share=.3 learner.memory_gb=40", "cpu", False, 1.0),
+        ("sampler.memory_share=.3 processes.timing_bench=2 timing_bench.shares_with=[timing_bench]", "cpu", False, 0.5),
+        ("processes.verifier=2", "cpu", False, 1.0),
+    ],
+)
+def test_a_bench_plans_with_what_the_policy_of_its_own_gpu_leaves(
+    words: str, device: str, is_apart: bool, share: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(place, "bench_device", lambda *_, **__: device)
+    monkeypatch.setattr(place, "hardware_of", lambda _: "one")
+    on_gpu = SimpleNamespace(total_memory=200 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {torch.device("cuda:0"): on_gpu}.__getitem__)
+    words += " placement=one_gpu sampler.engine=vllm model_name=./of-seven-billion backend=cuda-nvrtc"
+    config = load(overrides=words.split())
+    layout = cpu_layout(config, CORES)
+    service = SimpleNamespace(
+        config=config, layout=layout, name="timing_bench", instance=0, run_dir=tmp_path, is_apart=is_apart
+    )
+    found = Place.of(cast(Service, service)).options(cast(Service, service))
+    assert found.memory_share == pytest.approx(share)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from kbrl_async.runs.config import load
 from protocols.messages import BACKENDS
 from protocols.quiet import resources_of
 from services.runtime import capabilities
-from services.runtime.capabilities import bench_device, farm_caps, log_fields, memory_share
+from services.runtime.capabilities import bench_device, farm_caps, log_fields, memory_share, share_beside_policy
 from services.runtime.quiet import shared_resources
 
 
@@ -63,29 +61,35 @@ def test_benches_and_verifiers_of_one_gpu_share_its_memory(
 
 
 @pytest.mark.parametrize(
-    ("words", "each"),
+    ("words", "bench", "verifier"),
     [
-        ("placement=one_gpu sampler.memory_share=.3 learner.memory_gb=40", 0.45),
-        ("placement=one_gpu sampler.memory_share=.3 learner.memory_gb=40 processes.timing_bench=2 "
-         "timing_bench.shares_with=[sampler,learner,timing_bench]", 0.2),
-        ("placement=one_gpu sampler.memory_share=.3 learner.memory_gb=40 processes.verifier=1", 0.2),
-        ("placement=one_gpu sampler.memory_share=.3", 0.05),
-        ("placement=learner_apart sampler.memory_share=.6", 0.35),
-        ("placement=split timing_bench.shares_with=[sampler] sampler.memory_share=.6", 0.35),
-        ("placement=split sampler.memory_share=.9", 1.0),
-        ("placement=two_gpus sampler.memory_share=.3 learner.memory_gb=40", 1.0),
-        ("placement=one_gpu sampler.memory_share=.3 learner.memory_gb=40 model_name=small", 1.0),
-        ("placement=one_gpu sampler.engine=transformers learner.memory_gb=40", 1.0),
+        ("placement=one_gpu sampler.memory_share=.3 learner.memory_gb=40", 0.4, None),
+        ("placement=one_gpu sampler.memory_share=.3 learner.memory_gb=40 processes.timing_bench=2", 0.175, None),
+        ("placement=one_gpu sampler.memory_share=.3 learner.memory_gb=40 processes.verifier=1", 0.175, 0.175),
+        ("placement=one_gpu sampler.memory_share=.35", 0.15, None),
+        ("placement=one_gpu sampler.memory_share=.6 learner.memory_gb=60 processes.timing_bench=2", 0.05, None),
+        ("placement=one_gpu sampler.memory_share=.3 learner.memory_gb=40 timing_bench.memory_share=.3", 0.3, None),
+        ("placement=one_gpu sampler.memory_share=.3 learner.memory_gb=40 model_name=small", None, None),
+        ("placement=one_gpu sampler.engine=transformers learner.memory_gb=40", None, None),
+        ("placement=two_gpus sampler.memory_share=.3 learner.memory_gb=40 processes.verifier=1", None, 0.4),
+        ("placement=learner_apart sampler.memory_share=.6", 0.3, None),
+        ("placement=learner_apart sampler.memory_share=.6 processes.verifier=1", 0.125, 0.125),
+        ("placement=split sampler.memory_share=.9 processes.verifier=1", None, None),
+        ("placement=split timing_bench.shares_with=[sampler] sampler.memory_share=.6 processes.timing_bench=1 "
+         "processes.verifier=1", 0.3, None),
+        ("sampler.memory_share=.3 learner.memory_gb=40", None, None),
     ],
 )  # fmt: skip
-def test_a_bench_on_the_policys_gpu_plans_with_what_that_leaves_beside_contexts(
-    words: str, each: float, monkeypatch: pytest.MonkeyPatch
+def test_who_verifies_on_the_policys_gpu_plans_with_what_that_leaves_beside_contexts(
+    words: str, bench: float | None, verifier: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=200 * 10**9))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    """A GPU of 200 GB, of which contexts take 10 GB for each that verifies."""
     monkeypatch.setattr(capabilities, "CONTEXTS_BYTES", 10**10)
     config = load(overrides=["sampler.engine=vllm", "model_name=./of-seven-billion", *words.split()])
-    assert memory_share(config, "timing_bench") == pytest.approx(each)
+    shares = {name: share_beside_policy(config, name, 0, 200 * 10**9) for name in ("timing_bench", "verifier")}
+    assert shares["timing_bench"] == pytest.approx(bench)
+    if config.processes.verifier:
+        assert shares["verifier"] == pytest.approx(verifier)
 
 
 def test_verifiers_take_gpus_from_the_first_and_benches_behind_them_from_the_last(

@@ -252,7 +252,7 @@ def test_beside_vllm_on_one_gpu_the_learner_is_told_its_room(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=100 * 10**9))
     words = ["placement=one_gpu", "sampler.engine=vllm", "sampler.memory_share=0.4"]
     config = load(overrides=words)
-    assert in_its_room(config, "cuda").learner.memory_gb == pytest.approx(50)
+    assert in_its_room(config, "cuda").learner.memory_gb == pytest.approx(35), "benches have theirs"
     assert in_its_room(config, "cpu") is config
     said = load(overrides=[*words, "learner.memory_gb=70"])
     assert in_its_room(said, "cuda") is said

@@ -53,8 +53,8 @@ MAX_BATCH = 16
 _ARENA_SHARE = 0.06
 """Of the bench's memory, for one arena with more slots than the checks need."""
 _BRIEF_BYTES = 1 << 30
-"""The same in training: what reads and writes so much takes a quarter of a millisecond. Every slot is filled, poisoned
-and compared for each pair, and stands in four arenas: memory that another bench of this GPU could work in."""
+"""The same where no careful measurement is asked for, beyond the slots that are checked: what reads and writes so much
+takes a quarter of a millisecond. Every slot stands in four arenas, in memory that another bench could work in."""
 _ROOM_SHARE = 0.4
 """As much as this of the bench's memory must be free before another reference is made; less, where benches share it."""
 _SETTINGS = re.compile(r"\b(backends|environ|set_\w+|use_deterministic_algorithms)\b")
@@ -75,7 +75,7 @@ class ReferencePlan(msgspec.Struct, frozen=True):
 
 
 def plan(elapsed_ns: float, bytes_a_slot: int, memory: int, slots: int, is_brief: bool = False) -> ReferencePlan:
-    """Enough forwards for a batch, as far as memory goes. `is_brief`: as in training.
+    """Enough forwards for a batch, as far as memory goes. `is_brief`: not for a careful measurement.
 
     >>> plan(10_000.0, 1 << 20, 80 << 30, 3)
     ReferencePlan(slots=16, batch=16)
@@ -85,7 +85,7 @@ def plan(elapsed_ns: float, bytes_a_slot: int, memory: int, slots: int, is_brief
     (ReferencePlan(slots=10, batch=10), ReferencePlan(slots=4, batch=4))
     """
     room = max(1, int(memory * _ARENA_SHARE) // max(1, bytes_a_slot))
-    timed = min(room, max(1, _BRIEF_BYTES // max(1, bytes_a_slot))) if is_brief else room
+    timed = min(room, max(slots, _BRIEF_BYTES // max(1, bytes_a_slot))) if is_brief else room
     batch = min(MAX_BATCH, timed, max(1, math.ceil(BATCH_NS / max(elapsed_ns, 1.0))))
     return ReferencePlan(max(batch, min(slots, max(room, 2))), batch)
 

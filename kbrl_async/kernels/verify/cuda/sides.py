@@ -20,7 +20,7 @@ from kbrl_async.kernels.verify.session import CandidateFault, Session
 from kbrl_async.kernels.verify.tolerance import Tolerance
 from protocols.records import Fault
 
-_SLOW, _SHORT_NS, _SLOW_BATCH_NS = 2.0, 150_000.0, 1_200_000.0
+_SLOW, _SHORT_NS, _SLOW_BATCH_NS = 2.0, 150_000.0, 2_400_000.0
 """A forward shorter than the second is not told from a slow one by the time of a call."""
 _MAX_REASON = 200
 CAPTURE_S = 10.0
@@ -36,7 +36,7 @@ def batch_for(plan: ReferencePlan, reference_ns: float, candidate_ns: float) -> 
     """Forwards in one timed run. Of a candidate that is clearly slower than its reference fewer, a power of two: how
     much slower it is needs no precision.
 
-    >>> [batch_for(ReferencePlan(16, 16), 40_000.0, ns) for ns in (60_000.0, 500_000.0, 1_500_000.0)]
+    >>> [batch_for(ReferencePlan(16, 16), 40_000.0, ns) for ns in (60_000.0, 1_000_000.0, 3_000_000.0)]
     [16, 4, 1]
     """
     if candidate_ns < _SLOW * max(reference_ns, _SHORT_NS) or not math.isfinite(candidate_ns):

@@ -11,9 +11,9 @@ import yaml
 from kbrl_async.errors import HostError, UserError
 from kbrl_async.runs.config import Config, load
 from kbrl_async.runs.config.placement import Gpu, wanted
-from kbrl_async.runs.sizing.advice import Wish, as_tree, capacity_of, recommend
+from kbrl_async.runs.sizing.advice import BENCH_ROOM, RESERVE, USEFUL_SLOTS, Wish, as_tree, capacity_of, recommend
 from kbrl_async.runs.sizing.footprint import GB
-from kbrl_async.runs.sizing.layout import check, checkpoints_on_disk, learning_of, misfit, tenants
+from kbrl_async.runs.sizing.layout import BENCH, check, checkpoints_on_disk, learning_of, misfit, tenants
 from kbrl_async.shapes import KNOWN
 
 H100, H200 = Gpu("0", "NVIDIA H100", 79.2), Gpu("0", "NVIDIA H200", 140.0)
@@ -60,7 +60,7 @@ def test_a_learner_leaves_vllm_its_part_of_the_same_gpu() -> None:
     words = ("model_name=Qwen2.5-7B", "lora_rank=32", "sampler.engine=vllm", "sampler.memory_share=0.4")
     shared, apart = config(*words, "placement=one_gpu"), config(*words, "placement=learner_apart")
     rooms = [learning_of(one, KNOWN["Qwen2.5-7B"], 100 * GB).room for one in (shared, apart)]
-    assert rooms == pytest.approx([50 * GB, 90 * GB])
+    assert rooms == pytest.approx([35 * GB, 90 * GB]), "benches have their part"
     said = config(*words, "placement=one_gpu", "learner.memory_gb=70")
     assert learning_of(said, KNOWN["Qwen2.5-7B"], 100 * GB).room == 70 * GB
 
@@ -132,6 +132,20 @@ def test_an_adapter_of_seven_billion_fits_on_one_gpu_and_full_weights_of_them_do
     full = recommend(shape, Wish(model="m", gpus=1, capacity=150.7 * GB, rank=0))
     assert not full.settings
     assert full.problem
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "rank", "capacity", "has_room"),
+    [("Qwen2.5-7B", 1, 32, 150.7, True), ("Qwen3-4B", 2, 0, 150.7, True), ("Qwen2.5-1.5B", 1, 32, 24.1, False)],
+)
+def test_a_bench_on_the_policys_gpu_is_left_room_where_that_costs_no_more_than_slots(
+    model: str, gpus: int, rank: int, capacity: float, has_room: bool
+) -> None:
+    found = recommend(KNOWN[model], Wish(model=model, gpus=gpus, capacity=capacity * GB, rank=rank)).settings
+    left = (1 - RESERVE - found["sampler.memory_share"]) * capacity - found.get("learner.memory_gb", 0.0)
+    assert left >= (BENCH_ROOM if has_room else BENCH) / GB - 0.01 * capacity, "shares are rounded up"
+    assert (left >= BENCH_ROOM / GB - 0.01 * capacity) is has_room
+    assert has_room is (found["sampler.slots"] >= USEFUL_SLOTS)
 
 
 def test_a_gpu_is_known_by_its_name_or_by_its_memory() -> None:
