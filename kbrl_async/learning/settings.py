@@ -154,7 +154,7 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     share_prompts: bool = True
     """kernels=fused: compute the prompt of a group once, not once a sample."""
     memory_gb: NonNegative = 0.0
-    """Most GPU memory to hold, in 10^9 bytes; the less, the more is computed twice. 0: 9/10 less vLLM's and benches'; CPU: all."""
+    """Most GPU memory to hold, in 10^9 bytes; less: more is computed twice. 0: 9/10 less vLLM's, benches'; CPU: all."""
     token_budget: Count = 0
     """Tokens of one microbatch; longer sequences stand alone. 0: 2048."""
     checkpoint_every: AtLeastOne = 1
