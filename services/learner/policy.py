@@ -131,7 +131,7 @@ def in_its_room(config: Config, place: str) -> Config:
     if config.learner.memory_gb or torch.device(place).type != "cuda":
         return config
     total = torch.cuda.get_device_properties(torch.device(place)).total_memory
-    learner = msgspec.structs.replace(config.learner, memory_gb=config.learner_share * total / 1e9)
+    learner = msgspec.structs.replace(config.learner, memory_gb=config.learner_room(total) / 1e9)
     return msgspec.structs.replace(config, learner=learner)
 
 

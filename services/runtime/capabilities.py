@@ -11,8 +11,6 @@ from protocols.messages import BACKENDS
 
 _LEAST_SHARE = 0.05
 """Of a GPU, for each bench: where a policy leaves less, what does not fit fails by name, not by a plan of nothing."""
-_LOST_SHARE = 0.05
-"""By allocators, between blocks."""
 
 
 def farm_caps(chosen: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -73,13 +71,13 @@ def share_beside_policy(config: Config, service: str, instance: int, memory: int
     here, counts = set(placement.assigned(config, service, instance)), config.processes
     taken = config.sampler.memory_share * any(sits_here("sampler", number) for number in range(counts.sampler))
     if sits_here("learner"):
-        taken += config.learner.memory_gb * 1e9 / memory if config.learner.memory_gb else config.learner_share
+        taken += config.learner_room(memory) / memory
     if not taken:
         return None
     verifying = sum(
         sits_here(name, number) for name in ("timing_bench", "verifier") for number in range(getattr(counts, name))
     )
-    left = 1.0 - taken - _LOST_SHARE - verifying * CONTEXTS_BYTES / memory
+    left = 1.0 - taken - placement.RESERVE - verifying * CONTEXTS_BYTES / memory
     return max(_LEAST_SHARE, min(left, config.timing_bench.memory_share) / verifying)
 
 

@@ -66,27 +66,25 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     def options(self, service: Service) -> BenchOptions:
         """How a bench of this run verifies and times here."""
         settings = service.config.timing_bench
-        return bench_options(
+        options = bench_options(
             settings,
             self.device,
             self.cores,
             recipe=Recipe.of(settings, resolved=resolution.for_run(self.cache, service.run_dir, self.hardware)),
-            memory_share=self._memory_share(service),
+            memory_share=1.0 if self.turns is None else memory_share(service.config, service.name),
             alone_share=ALONE_SHARE,
             is_light=self.is_behind,
         )
+        beside = self._share_beside_policy(service)
+        return options if beside is None else msgspec.structs.replace(options, memory_share=beside)
 
-    def _memory_share(self, service: Service) -> float:
-        """Of what `timing_bench.memory_share` names."""
+    def _share_beside_policy(self, service: Service) -> float | None:
         import torch
 
-        config, beside = service.config, None
-        if self.device != "cpu" and not service.is_apart:
-            memory = torch.cuda.get_device_properties(torch.device(self.device)).total_memory
-            beside = share_beside_policy(config, service.name, service.instance, memory)
-        if beside is not None:
-            return beside / config.timing_bench.memory_share
-        return 1.0 if self.turns is None else memory_share(config, service.name)
+        if self.device == "cpu" or service.is_apart:
+            return None
+        memory = torch.cuda.get_device_properties(torch.device(self.device)).total_memory
+        return share_beside_policy(service.config, service.name, service.instance, memory)
 
 
 def _own_cores(service: Service, cores: Sequence[int], *, is_on_gpu: bool) -> Sequence[int]:

@@ -80,7 +80,9 @@ def _settle(folder: str, file: str, source: str) -> None:
     tempfile.tempdir = folder
     for lock in ("Lock", "RLock", "Semaphore", "BoundedSemaphore"):
         setattr(multiprocessing, lock, getattr(threading, lock))
-    for name, module in [one for one in list(sys.modules.items()) if _settled.get(one[0]) is not one[1]]:
+    for name, module in list(sys.modules.items()):
+        if _settled.get(name) is module:
+            continue
         place = getattr(module, "__file__", None)
         if isinstance(place, str) and place.startswith(folder + os.sep):  # of a candidate that was here before
             del sys.modules[name]

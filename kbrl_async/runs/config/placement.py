@@ -26,6 +26,8 @@ import msgspec
 from kbrl_async.errors import HostError
 from kbrl_async.runs.config.schema import Config
 
+RESERVE = 0.05
+"""Of a GPU, for what allocators lose between blocks."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 PLACED = ("sampler", "timing_bench", "verifier")
 """Services with as many processes as `processes` says, each on GPUs of its own or another's."""

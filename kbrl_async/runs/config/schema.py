@@ -184,11 +184,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """No sampler is on the learner's GPUs, as the placement says."""
         return self.placement in ("learner_apart", "split")
 
-    @property
-    def learner_share(self) -> float:
-        """Of its GPU's memory, up to where the learner fills it where `learner.memory_gb` is 0."""
+    def learner_room(self, memory: float) -> float:
+        """Bytes up to which the learner fills a GPU of `memory` bytes: `learner.memory_gb`, or what others leave it."""
         is_shared = self.placement == "one_gpu" and self.sampler.engine == "vllm"
-        return max(0.1, 0.9 - (self.sampler.memory_share + BENCHES_SHARE if is_shared else 0.0))
+        share = max(0.1, 0.9 - (self.sampler.memory_share + BENCHES_SHARE if is_shared else 0.0))
+        return self.learner.memory_gb * 1e9 or share * memory
 
     @property
     def punishes_overlong(self) -> bool:

@@ -16,6 +16,7 @@ import msgspec
 
 from kbrl_async.errors import UserError
 from kbrl_async.learning.settings import FUSED_FAMILIES
+from kbrl_async.runs.config.placement import RESERVE
 from kbrl_async.runs.sizing.footprint import (
     BF16,
     CONTEXT,
@@ -80,8 +81,6 @@ USEFUL_SLOTS = 16
 """Fewer are not given up for a bench's sake."""
 BENCH_ROOM = 18 * GB
 """12 for its plans, in which the suite's GPU shapes are replayed, and its contexts; alone it took 25 on an H200."""
-RESERVE = 0.05
-"""Of a GPU, for what allocators lose between blocks."""
 
 
 def capacity_of(gpu: str, gigabytes: float | None) -> float:
@@ -199,14 +198,8 @@ def _apart(shape: ModelShape, wish: Wish) -> dict[str, Any]:
     """All weights are trained on a GPU of their own, and go to the other, which samples and times, by NCCL."""
     room = (1 - RESERVE) * wish.capacity
     sampler = 2 * served_weights(shape, 1) + VLLM_BESIDE
-    slots = next(
-        (
-            slots
-            for bench, least in _benches(is_there=True)
-            if (slots := _slots(shape, wish, room - bench - sampler)) >= least
-        ),
-        0,
-    )
+    fitting = ((least, _slots(shape, wish, room - bench - sampler)) for bench, least in _benches(is_there=True))
+    slots = next((slots for least, slots in fitting if slots >= least), 0)
     if not slots or learner(shape, _learning(shape, wish, 1, room - CONTEXT)).total > room:
         return {}
     share = (sampler + shape.kv_bytes(BF16) * slots * wish.length) / wish.capacity

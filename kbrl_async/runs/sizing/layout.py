@@ -92,7 +92,7 @@ def learning_of(config: Config, shape: ModelShape, capacity: float | None) -> Le
         autocast=config.sampler.engine == "transformers",
         on_host=is_sharded and settings.offload,
         reference=settings.kl != "none" and settings.kl_weight > 0 and not config.lora_rank,
-        room=settings.memory_gb * GB or config.learner_share * (capacity or float("inf")),
+        room=config.learner_room(capacity or float("inf")),
         on_gpu=on_gpu,
     )
 

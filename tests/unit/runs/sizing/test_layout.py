@@ -10,8 +10,8 @@ import yaml
 
 from kbrl_async.errors import HostError, UserError
 from kbrl_async.runs.config import Config, load
-from kbrl_async.runs.config.placement import Gpu, wanted
-from kbrl_async.runs.sizing.advice import BENCH_ROOM, RESERVE, USEFUL_SLOTS, Wish, as_tree, capacity_of, recommend
+from kbrl_async.runs.config.placement import RESERVE, Gpu, wanted
+from kbrl_async.runs.sizing.advice import BENCH_ROOM, USEFUL_SLOTS, Wish, as_tree, capacity_of, recommend
 from kbrl_async.runs.sizing.footprint import GB
 from kbrl_async.runs.sizing.layout import BENCH, check, checkpoints_on_disk, learning_of, misfit, tenants
 from kbrl_async.shapes import KNOWN
