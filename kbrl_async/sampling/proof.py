@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
-from kbrl_async.sampling.canary import ENGINE_TOLERANCE, TOLERANCE_DEFAULT, canaries_of, judge, rms
+from kbrl_async.sampling.canary import canaries_of, engine_tolerance, judge, rms
 from protocols.records import CanaryPrompt, PolicyVersion
 
 Score = Callable[[list[int]], Awaitable[list[float]]]
@@ -22,8 +22,9 @@ REMEMBERED = 4
 class Prover:
     """Proves versions one after the other, and remembers what each of them must give."""
 
-    def __init__(self, dtype: str) -> None:
-        self._allowed = ENGINE_TOLERANCE.get(dtype, TOLERANCE_DEFAULT)
+    def __init__(self, dtype: str, layers: int = 0) -> None:
+        """`layers`: of the model, as far as that is known."""
+        self._allowed = engine_tolerance(dtype, layers)
         self._published: dict[str, OrderedDict[str, list[float]]] = {}
         self._base: list[float] | None = None
         self._base_ids: list[list[int]] = []

@@ -61,6 +61,8 @@ ROOM_BYTES = 16 << 20
 """Free on the run's file system before a child that found it full is started again."""
 STOP_GRACE_S = 4.0
 """From a signal to the cancellation of `main`; the nanny kills half a second later. Process runners kill after five."""
+EXIT_GRACE_S = 10.0
+"""For threads, exit handlers and destructors of a child that failed: one may wait for a rank that is gone."""
 QUIET_THREADS = {"GOMP_SPINCOUNT": "10000"}
 """Idle OpenMP threads give their core back after microseconds: with others on it, spinning costs tenfold."""
 LAUNCHER_LOOK_S = 1.0
@@ -121,10 +123,18 @@ def _run_child(main: Main) -> int:
     try:
         _loop_runner()(_until_stopped(main))
     except BaseExceptionGroup as group:
-        return _report(_first_known(group) or group)
+        return _failed(_first_known(group) or group)
     except Exception as error:
-        return _report(error)
+        return _failed(error)
     return 0
+
+
+def _failed(error: BaseException) -> int:
+    """The exit code; the kernel ends what Python's exit does not (a timer of Python's stands still in destructors)."""
+    code = _report(error)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, EXIT_GRACE_S)
+    return code
 
 
 def die_with_parent(parent: int | None = None) -> None:

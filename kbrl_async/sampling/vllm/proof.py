@@ -13,7 +13,7 @@ from typing import Any
 
 from kbrl_async.errors import PolicyMismatch
 from kbrl_async.sampling import proof
-from kbrl_async.sampling.canary import check_temperature
+from kbrl_async.sampling.canary import NOISE, check_temperature, engine_tolerance
 from protocols.records import PolicyVersion
 
 Ask = Callable[[list[int], dict[str, Any]], Awaitable[Any]]
@@ -27,8 +27,9 @@ COMPARED = 8
 class VLLMProver:
     """`proof.Prover` over what vLLM returns; the temperature is part of each proof."""
 
-    def __init__(self, dtype: str, temperature: float) -> None:
-        self._prover, self._temperature = proof.Prover(dtype), temperature
+    def __init__(self, dtype: str, temperature: float, layers: int = 0) -> None:
+        self._prover, self._temperature = proof.Prover(dtype, layers), temperature
+        self._noise = max(NOISE, engine_tolerance(dtype, layers))
 
     @property
     def error(self) -> float:
@@ -43,7 +44,7 @@ class VLLMProver:
         pairs: list[list[tuple[float, float]]] = []
         base = None if ask_base is None else self._scores(ask_base)
         await self._prover.prove(manifest, role, self._scores(ask, pairs), base)
-        check_temperature(pairs, self._temperature)
+        check_temperature(pairs, self._temperature, self._noise)
 
     def _scores(self, ask: Ask, pairs: list[list[tuple[float, float]]] | None = None) -> proof.Score:
         """What `ask` gives for a prompt; `pairs` gets what the temperature shows by."""

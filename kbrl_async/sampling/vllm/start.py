@@ -133,9 +133,11 @@ async def launch(
     llm, guarded = await asyncio.to_thread(_make, options, meter)
     if guarded:
         await llm.collective_rpc("die_with", args=(os.getpid(),))
-    limit = getattr(getattr(llm, "model_config", None), "max_model_len", options.max_model_len)
+    known = getattr(llm, "model_config", None)
+    limit = getattr(known, "max_model_len", options.max_model_len)
+    layers = getattr(getattr(known, "hf_text_config", None), "num_hidden_layers", 0)
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    options = msgspec.structs.replace(options, max_model_len=limit)
+    options = msgspec.structs.replace(options, max_model_len=limit, layers=layers)
     return VLLMEngine(llm, parts, tokenizer, frozenset([*eos_ids, *own]), options, meter, computing=computing)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import random
 import subprocess
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 
 from kbrl_async.errors import ConfigError, MissingTool, PolicyMismatch
 from kbrl_async.sampling.canary import check_temperature, judge
+from kbrl_async.sampling.proof import Prover
 from kbrl_async.sampling.vllm.options import arguments, check_installed, set_environment
 from kbrl_async.sampling.vllm.versions import Draft, LiveVersions, Served
 from kbrl_async.sampling.vllm.worker import watch
+from protocols.records import PolicyVersion
 from tests.unit.sampling.fake_vllm import vllm_options
 
 KNOWN = frozenset(
@@ -175,6 +178,25 @@ def test_of_several_stale_versions_the_nearest_is_named() -> None:
     published = noisy(older, 0.2, rng)
     with pytest.raises(PolicyMismatch, match="log-probs of policy v1"):
         judge("policy v2", noisy(older, 0.01, rng), published, {"policy v0": oldest, "policy v1": older}, 0.08)
+
+
+@pytest.mark.parametrize("layers", [36, 64])
+def test_a_version_nobody_has_trained_is_the_base_however_deep_the_model_is(layers: int) -> None:
+    """Seen with LoRA of Qwen3-32B: rounding in 64 layers makes more of a difference than in 36."""
+    rng = random.Random(0)
+    published = [rng.uniform(-6, 0) for _ in range(60)]
+    base = noisy(published, 0.1, rng)
+    manifest = PolicyVersion(0, None, 0, "lora", "", list(range(61)), published)
+
+    async def score(_ids: list[int]) -> list[float]:
+        return noisy(base, 1e-3, rng)
+
+    proving = Prover("bfloat16", layers).prove(manifest, "", score, score)
+    if layers == 64:
+        asyncio.run(proving)
+        return
+    with pytest.raises(PolicyMismatch, match=r"of the base model \(off by 0\.00\d+, and from its own by 0\.(09|1)"):
+        asyncio.run(proving)
 
 
 def test_logprobs_that_are_no_numbers_prove_nothing() -> None:
