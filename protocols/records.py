@@ -393,7 +393,10 @@ class TrainGroup(msgspec.Struct, frozen=True, tag="train_group"):
 
 
 class TrainBatch(msgspec.Struct, frozen=True, tag="train_batch"):
-    """Frame 0 of a `train` task; `TrainGroup` frames follow. `index` is the policy version that it is trained on."""
+    """Frame 0 of a `train` task; `TrainGroup` frames follow. `index` is the policy version that it is trained on.
+
+    Without groups it asks for no update: its answer says that the newest version and a checkpoint of it are on disk.
+    """
 
     batch_id: str
     index: int

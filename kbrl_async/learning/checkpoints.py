@@ -157,6 +157,12 @@ def latest(directory: Path) -> Path | None:
     return found[-1][1] if found else None
 
 
+def newest(directory: Path) -> int:
+    """The version of the newest complete checkpoint; -1 where there is none."""
+    found = numbered(directory, PREFIX)
+    return found[-1][0] if found else -1
+
+
 def oldest(directory: Path) -> int:
     """The version of the oldest complete checkpoint; 0 where there is none."""
     found = numbered(directory, PREFIX)

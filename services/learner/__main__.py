@@ -3,6 +3,7 @@
 ::
 
     train ─▶ [one update in a thread] ─▶ checkpoint ─▶ publish policy-v{n+1} ─▶ trained
+    train, no groups: the run's end ─▶ newest version and its checkpoint on disk ─▶ trained
 
 Invariants
 * A batch enters the weights once: its id is in the checkpoint, and a batch that comes again is only answered (I1).
@@ -12,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import functools
 
 from services.learner import ranks
 from services.runtime.nanny import run_service
@@ -47,7 +49,8 @@ async def main(stop: asyncio.Event) -> None:
     async def train(task: Task, frames: list[bytes]) -> HandlerOutcome:
         batch = batches.decode(frames[0])
         members = [groups.decode(frame) for frame in frames[1:]]
-        report = await loop.run_in_executor(pool, learning.train, batch, members, worker.breathe)
+        work = functools.partial(learning.train, batch, members) if members else functools.partial(learning.keep, batch)
+        report = await loop.run_in_executor(pool, work, worker.breathe)
         tokens = int(report.metrics.get("input_tokens", 0))
         return HandlerOutcome(Stage.TRAINED, [msgspec.msgpack.encode(report)], report.policy_version, tokens=tokens)
 

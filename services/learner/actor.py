@@ -29,6 +29,7 @@ KEPT_VERSIONS = 4
 REMEMBERED = 64
 """Batches that are known again. What a broker has lost of its journal is a second's work, not so many updates."""
 
+LOOK_S = 0.05
 LONG_S = 5.0
 """What training waits for less long needs no care."""
 SHARE = 0.1
@@ -182,6 +183,23 @@ class Learning:
             shown="",  # the aggregator's line of the update has what people look for
         )
         return UpdateReport(batch.batch_id, self.version, metrics, started, time.time())
+
+    def keep(self, batch: TrainBatch, tick: Callable[[], None]) -> UpdateReport:
+        """Returns when the newest version and a checkpoint of it are on disk; `batch` has no groups."""
+        started = time.time()
+        self._wait(lambda: not self._engine.is_saving, tick)
+        if checkpoints.newest(self._checkpoints) != self.version:
+            self._checkpoint()
+        self._wait(lambda: not self._engine.is_saving and self._publisher.is_done, tick)
+        if checkpoints.newest(self._checkpoints) != self.version:
+            self._service.log.warning("no checkpoint of the last version", policy_version=self.version)
+        return UpdateReport(batch.batch_id, self.version, {}, started, time.time())
+
+    @staticmethod
+    def _wait(is_done: Callable[[], bool], tick: Callable[[], None]) -> None:
+        while not is_done():
+            tick()
+            time.sleep(LOOK_S)
 
     def _kept(self) -> dict[str, float]:
         """Checkpoint, if one is due, and publication of what was trained."""

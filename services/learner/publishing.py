@@ -69,6 +69,11 @@ class Publisher:
             self._next = None
             return frozenset({self._written} - {-1})
 
+    @property
+    def is_done(self) -> bool:
+        """The last version that was begun is on disk, or its writing has failed."""
+        return self._writing is None or self._writing.done()
+
     async def failed(self) -> None:
         """Raises as soon as a version can't be written; never returns."""
         await asyncio.wrap_future(self._failed)

@@ -56,7 +56,7 @@ async def main(stop: asyncio.Event) -> None:
             service.watch(worker.meter)
             plan = state.plan
             service.log.info("ready", training=len(plan.training), heldout=len(plan.heldout), resumed=state.clock > 0)
-            if await run_beside(worker, aggregator.pump(lambda: worker.welcomes), stop):
+            if await run_beside(worker, aggregator.run(lambda: worker.welcomes), stop):
                 metrics.finish(aggregator.now, journal.answers())
                 service.log.info("finished", summary=str(run_dir / "summary.json"))
                 return

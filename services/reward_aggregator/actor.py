@@ -3,10 +3,14 @@
 ::
 
     score, trained ─▶ RunState (pure) ─▶ journal ─▶ generate, train, archive, metrics
+                                         the end ─▶ the learner's last version and its checkpoint are on disk
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -44,6 +48,8 @@ from services.runtime.rollout_actor import Outside, RolloutActor
 
 LOOK_S = 1.0
 """Between two looks at what the broker writes about the whole system."""
+SAY_S = 15.0
+"""Between two lines about what the run's end waits for."""
 
 
 class Aggregator(RolloutActor[Command, Effect]):
@@ -69,6 +75,27 @@ class Aggregator(RolloutActor[Command, Effect]):
         self._failures = FailureGuard()
         self._presets = find_presets(self._config.reward, overlong=self._config.punishes_overlong)
         self._looked = clock()
+        self._last_id = f"last-{secrets.token_hex(4)}"
+        """Of the task that the learner answers when all it has made is on disk; a start's own."""
+        self._is_kept = asyncio.Event()
+
+    async def run(self, welcomes: Callable[[], int] = lambda: 1) -> None:
+        """`pump`, then what the learner has made is on disk: the processes are given seconds to end, and a large
+        model's weights take minutes. Not in a rehearsal, whose weights are random."""
+        await self.pump(welcomes)
+        if self._state.version == 0 or self._config.sampler.forced is not None:
+            return
+        header = TrainBatch(self._last_id, self._state.version, self._config.temperature, [])
+        begun = self._clock()
+        while not self._is_kept.is_set():  # a broker that came back may have forgotten it
+            await self._outside.producer.submit(
+                self._last_id, Stage.TRAIN, [msgspec.msgpack.encode(header)], self._last_id
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_kept.wait(), SAY_S)
+                break
+            waited = round(self._clock() - begun)
+            self._log.info("the last version is being written", policy_version=self._state.version, waited_s=waited)
 
     # ── what comes in ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -98,6 +125,11 @@ class Aggregator(RolloutActor[Command, Effect]):
         return self._state.broken_off(group_id, rollout_id, reason, self.now)
 
     async def _trained(self, task: Task, frames: list[bytes]) -> None:
+        if task.task_id == self._last_id:
+            if task.status != Status.OK:
+                self._log.warning("the last version may not be on disk", reason=task.status)
+            self._is_kept.set()
+            return
         if task.status != Status.OK:
             self._log.error("batch failed", batch=task.task_id, reason=task.status)
             self.do(*self._state.untrained(task.task_id, task.status, self.now))

@@ -42,8 +42,8 @@ class Evidence(msgspec.Struct):
     """What a finished run has left, counted from files."""
 
     summary: dict[str, Any] = {}
-    updates_a_checkpoint: int = 1
-    """Updates, as the run was set."""
+    keeps_last: bool = True
+    """The last version and a checkpoint of it are written before the run ends: in all but a rehearsal."""
     evaluates: bool = True
     """The final policy, as the run was set."""
     admitted: dict[str, int] = {}
@@ -150,16 +150,14 @@ def _batches(evidence: Evidence) -> Check:
 
 
 def _learner(evidence: Evidence) -> Check:
-    """What the weights say of themselves: of all updates, or of the first of them where not each has a checkpoint. One
-    that takes long is put off: then at least there is one.
-    """
+    """What the weights say of themselves: of all updates; in a rehearsal of the first of them."""
     progress = evidence.progress
-    version, every = int(progress.get("version", 0)), evidence.updates_a_checkpoint
-    made = len(evidence.trained)
-    if every > 1 and (version or made < every):
+    version, made = int(progress.get("version", 0)), len(evidence.trained)
+    if not evidence.keeps_last:
         made = min(version, made)
     last = evidence.trained[made - 1][0] if made else ""
     problems = [
+        "" if progress or not evidence.trained else "there is no checkpoint",
         _differs("batches in the checkpoint", int(progress.get("batches", 0)), "trained", made),
         _differs("version of the checkpoint", version, "trained", made),
         "" if progress.get("last_batch_id", "") == last else f"its last batch is {progress.get('last_batch_id')}",
@@ -187,7 +185,7 @@ def _policy(evidence: Evidence) -> Check:
     rate = evidence.summary.get("heldout_correct_rate_after")
     problems = [
         "" if made else "nothing was trained",
-        _differs("newest policy", newest, "updates", made),
+        _differs("newest policy", newest, "updates", made) if evidence.keeps_last else "",
         "" if rate is not None or not evidence.evaluates else "the final policy was not evaluated",
     ]
     measured = f"correct on {rate:.0%} of the held-out answers" if rate is not None else "not to be evaluated"
@@ -223,7 +221,7 @@ def gather(run_dir: Path) -> Evidence:
         evidence.summary = msgspec.json.decode((run_dir / SUMMARY_FILE).read_bytes())
     if (run_dir / CONFIG_FILE).is_file():
         config = load_run(run_dir)
-        evidence.updates_a_checkpoint = config.learner.checkpoint_every
+        evidence.keeps_last = config.sampler.forced is None
         evidence.evaluates = bool(config.eval_samples)
     _read_journal(run_dir / "aggregator.sqlite", evidence)
     _read_archive(run_dir / "rollouts.sqlite", evidence)

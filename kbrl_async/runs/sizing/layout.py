@@ -170,10 +170,11 @@ def _sampler(config: Config, shape: ModelShape, capacity: float | None) -> Footp
 
 def checkpoints_on_disk(config: Config, shape: ModelShape) -> float:
     """Bytes of all checkpoints that are on disk at once: those that are kept and the one that is being written, of a
-    short run its first and those that come due.
+    short run its first, those that come due, and its last, which a rehearsal does without.
     """
-    settings = config.learner
-    count = min(settings.keep_checkpoints + 1, 1 + config.max_steps // settings.checkpoint_every)
+    settings, is_rehearsal = config.learner, config.sampler.forced is not None
+    due = config.max_steps / settings.checkpoint_every
+    count = min(settings.keep_checkpoints + 1, 1 + (math.floor(due) if is_rehearsal else math.ceil(due)))
     return count * checkpoint_bytes(shape, learning_of(config, shape, None if config.device == "cpu" else math.inf))
 
 

@@ -86,7 +86,7 @@ class VLLMEngine:
         self._stop_ids = sorted(eos_ids | {one_token(tokenizer, text) for text in options.settings.stop})
         self.prompts = Prompts(tokenizer, options.max_model_len)
         self._live = LiveVersions()
-        self._prover = VLLMProver(options.dtype, options.temperature, options.layers)
+        self._prover = VLLMProver(options.dtype, options.temperature, options.depth)
         self.pausing = Pausing(llm, keep_kv=options.settings.keep_kv)
         self._serial = itertools.count()
         # After an update everything in flight computes its keys and values anew, and no answer leaves before the proof.

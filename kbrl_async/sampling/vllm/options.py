@@ -50,8 +50,8 @@ class VLLMOptions(msgspec.Struct, frozen=True):
     """Longest prompt and answer together; None: what the model allows."""
     kv_bytes: int | None = None
     """Size of the KV cache, where it was fitted."""
-    layers: int = 0
-    """Of the model, as far as that is known: what rounding does adds up over them."""
+    depth: int = 0
+    """Layers of the model, as far as that is known: what rounding does adds up over them."""
     load_format: str = "auto"
     """dummy: random weights, for measuring."""
 

@@ -137,7 +137,7 @@ async def launch(
     limit = getattr(known, "max_model_len", options.max_model_len)
     layers = getattr(getattr(known, "hf_text_config", None), "num_hidden_layers", 0)
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    options = msgspec.structs.replace(options, max_model_len=limit, layers=layers)
+    options = msgspec.structs.replace(options, max_model_len=limit, depth=layers)
     return VLLMEngine(llm, parts, tokenizer, frozenset([*eos_ids, *own]), options, meter, computing=computing)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kbrl_async.evaluation.course import Command, Course
@@ -18,7 +19,10 @@ from kbrl_async.runs.config import Config, available_cores, cpu_layout, endpoint
 from kbrl_async.runs.planning import plan_of
 from kbrl_async.runs.run_journal import RunJournal
 from kbrl_async.runs.run_state import RunState
+from protocols.messages import Stage, Task
+from protocols.records import TrainBatch
 from services.evaluator.actor import Evaluator
+from services.reward_aggregator import actor as actor_module
 from services.reward_aggregator.actor import Aggregator
 from services.reward_aggregator.metrics_writer import MetricsWriter
 from services.runtime import rollout_actor
@@ -101,6 +105,52 @@ async def asked_after_a_second_welcome(
         pumping.cancel()
         await asyncio.gather(pumping, return_exceptions=True)
     return before, broker.asked
+
+
+class Keeps(Silent):
+    """A learner behind a broker that forgets what it is asked the first time."""
+
+    def __init__(self, taken: Callable[[Task], Awaitable[object]]) -> None:
+        super().__init__()
+        self.batches: list[TrainBatch] = []
+        self.taken = taken
+
+    async def submit(self, task_id: str, stage: str, frames: list[bytes], *_: object) -> bool:
+        await super().submit(task_id)
+        if stage != Stage.TRAIN:
+            return True
+        self.batches.append(msgspec.msgpack.decode(frames[0], type=TrainBatch))
+        if self.asked[task_id] == 2:
+            await self.taken(Task(task_id, "", Stage.TRAINED, 1, 9.0, 3, group_id=task_id))
+        return True
+
+
+@pytest.mark.parametrize(("version", "forced"), [(3, None), (0, None), (3, "answers.json")])
+def test_a_run_ends_when_its_last_version_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, forced: str | None
+) -> None:
+    """But for one that has made none, and a rehearsal, whose weights are random."""
+    settings = load(overrides=["tensorboard.enabled=false", "level=1"])
+    settings = msgspec.structs.replace(settings, sampler=msgspec.structs.replace(settings.sampler, forced=forced))
+    frame, state = service("reward_aggregator", tmp_path, settings), RunState(plan_of(settings))
+    monkeypatch.setattr(RunState, "version", version)
+    monkeypatch.setattr(RunState, "has_ended", True)
+    monkeypatch.setattr(actor_module, "SAY_S", 0.05)
+
+    async def live() -> list[TrainBatch]:
+        with (
+            RunJournal(tmp_path / "aggregator.sqlite") as journal,
+            RolloutRecorder(settings.archive, tmp_path) as recorder,
+        ):
+            broker = Keeps(lambda task: actor.handle(task, []))
+            actor = aggregator(frame, state, journal, broker, recorder)
+            async with asyncio.timeout(PATIENCE_S):
+                await actor.run()
+            return broker.batches
+
+    asked = asyncio.run(live())
+    expected = [] if not version or forced else 2 * [(version, [])]
+    assert [(batch.index, batch.group_ids) for batch in asked] == expected
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from kbrl_async.errors import RunError
 from kbrl_async.learning import kept
 from kbrl_async.learning.engine import LocalEngine
+from kbrl_async.learning.policies.versions import Pending
 from kbrl_async.learning.settings import Learner
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.config import Config, load
@@ -217,6 +219,25 @@ def test_an_update_does_not_wait_for_a_checkpoint_that_is_still_being_written(
     assert "time/checkpoint_s" in made.train(batch(2), groups(2), nothing).metrics
     again = learning(tmp_path)
     assert again.version == 3
+
+
+def test_at_the_runs_end_its_last_version_and_a_checkpoint_of_it_are_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, ticks = learning(tmp_path, learner=Learner(peak_tflops=1e-3, checkpoint_every=50)), []
+    write = Pending.write
+    monkeypatch.setattr(Pending, "write", lambda self: (time.sleep(0.5), write(self)))
+    for index in range(3):
+        made.train(batch(index), groups(index), nothing)
+    last = TrainBatch("last-1", 3, 1.0, [])
+    for _ in range(2):  # a task may come again
+        report = made.keep(last, lambda: ticks.append(1))
+        assert (report.batch_id, report.policy_version, report.metrics) == ("last-1", 3, {})
+        assert (tmp_path / "policies" / "policy-v3" / "COMPLETE").exists()
+        steps = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+        assert steps == ["step-000000", "step-000003"]
+    assert ticks, "who waits for minutes would be taken for one that stands still"
+    assert learning(tmp_path).version == 3
 
 
 def test_batches_older_than_the_oldest_checkpoint_are_dropped(tmp_path: Path) -> None:

@@ -140,9 +140,11 @@ def test_a_task_that_a_torn_journal_brought_back_after_its_end_is_nothing_lost()
     assert wrong(found) == []
 
 
-def test_where_not_each_update_has_a_checkpoint_the_newest_may_be_older_but_must_be_one_of_them() -> None:
+def test_of_a_rehearsal_the_newest_checkpoint_may_be_older_but_must_be_one_of_its_updates() -> None:
     found = evidence()
-    found.updates_a_checkpoint, found.progress = 2, {"batches": 1, "version": 1, "last_batch_id": "batch-0"}
+    found.progress = {"batches": 1, "version": 1, "last_batch_id": "batch-0"}
+    assert [check.name for check in wrong(found)] == ["the learner counts the same"]
+    found.keeps_last, found.policies = False, found.policies[:-1]
     assert wrong(found) == []
     found.progress["last_batch_id"] = "batch-1"
     assert [check.name for check in wrong(found)] == ["the learner counts the same"]
@@ -152,9 +154,9 @@ def test_where_not_each_update_has_a_checkpoint_the_newest_may_be_older_but_must
 
 
 def test_a_run_that_was_not_to_be_evaluated_lacks_nothing(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("eval_samples: 0\nlearner:\n  checkpoint_every: 5\n")
+    (tmp_path / "config.yaml").write_text("eval_samples: 0\nsampler:\n  forced: answers.json\n")
     told = gather(tmp_path)
-    assert (told.evaluates, told.updates_a_checkpoint) == (False, 5)
+    assert (told.evaluates, told.keeps_last) == (False, False)
     found = evidence()
     not_evaluated(found)
     found.evaluates = False
