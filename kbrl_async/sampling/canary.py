@@ -36,13 +36,13 @@ NOISE = max(ENGINE_TOLERANCE.values())
 CURE = "Check that sampler and learner use the same base model, folder of policies and dtype"
 
 
-def engine_tolerance(dtype: str, layers: int = 0) -> float:
-    """Largest allowed root mean square between engine and learner, for a model of so many layers.
+def engine_tolerance(dtype: str, depth: int = 0) -> float:
+    """Largest allowed root mean square between engine and learner, for a model of `depth` layers.
 
-    >>> engine_tolerance("bfloat16"), round(engine_tolerance("bfloat16", layers=64), 3)
+    >>> engine_tolerance("bfloat16"), round(engine_tolerance("bfloat16", depth=64), 3)
     (0.08, 0.142)
     """
-    return ENGINE_TOLERANCE.get(dtype, TOLERANCE_DEFAULT) * max(1.0, layers / LAYERS)
+    return ENGINE_TOLERANCE.get(dtype, TOLERANCE_DEFAULT) * max(1.0, depth / LAYERS)
 
 
 @torch.inference_mode()

@@ -22,9 +22,9 @@ REMEMBERED = 4
 class Prover:
     """Proves versions one after the other, and remembers what each of them must give."""
 
-    def __init__(self, dtype: str, layers: int = 0) -> None:
-        """`layers`: of the model, as far as that is known."""
-        self._allowed = engine_tolerance(dtype, layers)
+    def __init__(self, dtype: str, depth: int = 0) -> None:
+        """`depth`: layers of the model, as far as that is known."""
+        self._allowed = engine_tolerance(dtype, depth)
         self._published: dict[str, OrderedDict[str, list[float]]] = {}
         self._base: list[float] | None = None
         self._base_ids: list[list[int]] = []

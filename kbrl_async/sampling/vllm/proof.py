@@ -27,9 +27,9 @@ COMPARED = 8
 class VLLMProver:
     """`proof.Prover` over what vLLM returns; the temperature is part of each proof."""
 
-    def __init__(self, dtype: str, temperature: float, layers: int = 0) -> None:
-        self._prover, self._temperature = proof.Prover(dtype, layers), temperature
-        self._noise = max(NOISE, engine_tolerance(dtype, layers))
+    def __init__(self, dtype: str, temperature: float, depth: int = 0) -> None:
+        self._prover, self._temperature = proof.Prover(dtype, depth), temperature
+        self._noise = max(NOISE, engine_tolerance(dtype, depth))
 
     @property
     def error(self) -> float:
