@@ -120,7 +120,8 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "kbrl rehearse --model Qwen3-8B --length 1000:1.3 lora_rank=0 placement=split "
         "learner.processes=2 learner.shard=true learner.optimizer=adamw "
         "learner.token_budget=16384 learner.epochs=1 learner.minibatches=1 "
-        "learner.memory_gb=110 sampler.engine=vllm sampler.slots=128 "
+        "learner.memory_gb=110 learner.checkpoint_every=50 learner.keep_checkpoints=1 "
+        "sampler.engine=vllm sampler.slots=128 "
         "sampler.memory_share=.9 sampler.compile=false level=1 batch_size=4 group_size=8 "
         "max_steps=20 processes.timing_bench=2 timing_bench.per_gpu=2 "
         "timing_bench.shares_with=[timing_bench]",

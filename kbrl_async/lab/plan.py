@@ -180,8 +180,8 @@ def _measure(inside: Sequence[SystemSample]) -> RunObservation:
         seconds += span
         broker += span * now.broker.busy
         work = {stage: _add(done, stage, before, now, span) for stage, done in work.items()}
-    trained = work[TRAIN].tasks
-    scored = work[Stage.SCORE].tasks - trained  # the aggregator's other task: closing a trained batch
+    scored = work[Stage.SCORE].tasks - work[TRAIN].tasks  # the aggregator's other task: closing a trained batch
+    trained = inside[-1].policy_version - inside[0].policy_version  # the learner's other task: the run's end
     return RunObservation(seconds, scored, trained, work, broker)
 
 

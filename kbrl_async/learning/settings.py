@@ -158,9 +158,9 @@ class Learner(msgspec.Struct, frozen=True, kw_only=True):
     token_budget: Count = 0
     """Tokens of one microbatch; longer sequences stand alone. 0: 2048."""
     checkpoint_every: AtLeastOne = 1
-    """Updates between two checkpoints, more where they take long to write; after a crash those since are made again."""
+    """Updates between two checkpoints, more where they take long; those since are made again after a crash."""
     keep_checkpoints: AtLeastOne = 2
-    """Newest checkpoints that stay on disk."""
+    """Newest checkpoints that stay on disk; the last one is of the run's end."""
 
     @property
     def microbatch_tokens(self) -> int:

@@ -185,21 +185,25 @@ class Learning:
         return UpdateReport(batch.batch_id, self.version, metrics, started, time.time())
 
     def keep(self, batch: TrainBatch, tick: Callable[[], None]) -> UpdateReport:
-        """Returns when the newest version and a checkpoint of it are on disk; `batch` has no groups."""
+        """Returns when the newest version, `batch.index`, and a checkpoint of it are on disk; `batch` has no groups."""
         started = time.time()
-        self._wait(lambda: not self._engine.is_saving, tick)
-        if checkpoints.newest(self._checkpoints) != self.version:
-            self._checkpoint()
-        self._wait(lambda: not self._engine.is_saving and self._publisher.is_done, tick)
-        if checkpoints.newest(self._checkpoints) != self.version:
-            self._service.log.warning("no checkpoint of the last version", policy_version=self.version)
+        try:
+            if self._is_lost:
+                self._go_back(batch, tick)
+            while self._is_being_written or checkpoints.newest(self._checkpoints) != self.version:
+                if not self._is_being_written:
+                    self._checkpoint()  # raises what has kept the one before from the disk
+                tick()
+                time.sleep(LOOK_S)
+        except InfraError as error:
+            raise UpdateLost(str(error)) from error
+        if self.version != batch.index:
+            self._service.log.warning("another version is the last", policy_version=self.version, expected=batch.index)
         return UpdateReport(batch.batch_id, self.version, {}, started, time.time())
 
-    @staticmethod
-    def _wait(is_done: Callable[[], bool], tick: Callable[[], None]) -> None:
-        while not is_done():
-            tick()
-            time.sleep(LOOK_S)
+    @property
+    def _is_being_written(self) -> bool:
+        return self._engine.is_saving or not self._publisher.is_done
 
     def _kept(self) -> dict[str, float]:
         """Checkpoint, if one is due, and publication of what was trained."""

@@ -50,6 +50,8 @@ LOOK_S = 1.0
 """Between two looks at what the broker writes about the whole system."""
 SAY_S = 15.0
 """Between two lines about what the run's end waits for."""
+LAST = "last-"
+"""Begins the id of the task that the learner answers when all it has made is on disk. Each start has one of its own."""
 
 
 class Aggregator(RolloutActor[Command, Effect]):
@@ -75,8 +77,7 @@ class Aggregator(RolloutActor[Command, Effect]):
         self._failures = FailureGuard()
         self._presets = find_presets(self._config.reward, overlong=self._config.punishes_overlong)
         self._looked = clock()
-        self._last_id = f"last-{secrets.token_hex(4)}"
-        """Of the task that the learner answers when all it has made is on disk; a start's own."""
+        self._last_id = f"{LAST}{secrets.token_hex(4)}"
         self._is_kept = asyncio.Event()
 
     async def run(self, welcomes: Callable[[], int] = lambda: 1) -> None:
@@ -85,17 +86,18 @@ class Aggregator(RolloutActor[Command, Effect]):
         await self.pump(welcomes)
         if self._state.version == 0 or self._config.sampler.forced is not None:
             return
-        header = TrainBatch(self._last_id, self._state.version, self._config.temperature, [])
-        begun = self._clock()
-        while not self._is_kept.is_set():  # a broker that came back may have forgotten it
-            await self._outside.producer.submit(
-                self._last_id, Stage.TRAIN, [msgspec.msgpack.encode(header)], self._last_id
-            )
+        version, begun, asked = self._state.version, self._clock(), float("-inf")
+        frames = [msgspec.msgpack.encode(TrainBatch(self._last_id, version, self._config.temperature, []))]
+        while not self._is_kept.is_set():
+            if self._clock() - asked >= SAY_S:  # a broker that came back may have forgotten it
+                if asked >= begun:
+                    waited_s = round(self._clock() - begun)
+                    self._log.info("the last version is being written", policy_version=version, waited_s=waited_s)
+                asked = self._clock()
+                await self._outside.producer.submit(self._last_id, Stage.TRAIN, frames, self._last_id)
+            self._metrics.tick(self.now)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_kept.wait(), SAY_S)
-                break
-            waited = round(self._clock() - begun)
-            self._log.info("the last version is being written", policy_version=self._state.version, waited_s=waited)
+                await asyncio.wait_for(self._is_kept.wait(), min(LOOK_S, SAY_S))
 
     # ── what comes in ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -125,10 +127,11 @@ class Aggregator(RolloutActor[Command, Effect]):
         return self._state.broken_off(group_id, rollout_id, reason, self.now)
 
     async def _trained(self, task: Task, frames: list[bytes]) -> None:
-        if task.task_id == self._last_id:
+        if task.task_id.startswith(LAST):
+            if task.task_id == self._last_id:
+                self._is_kept.set()
             if task.status != Status.OK:
                 self._log.warning("the last version may not be on disk", reason=task.status)
-            self._is_kept.set()
             return
         if task.status != Status.OK:
             self._log.error("batch failed", batch=task.task_id, reason=task.status)

@@ -42,7 +42,7 @@ from kbrl_async.durable import wants_room
 from kbrl_async.errors import HostError, InfraError, KbrlError
 from kbrl_async.lineage import LAUNCHER, lives
 from kbrl_async.runs.standing import process
-from services.runtime.pulse import PULSE, Pulse, begin_pulse
+from services.runtime.pulse import PULSE, Pulse, begin_pulse, failing
 
 Main = Callable[[asyncio.Event], Awaitable[None]]
 
@@ -61,8 +61,6 @@ ROOM_BYTES = 16 << 20
 """Free on the run's file system before a child that found it full is started again."""
 STOP_GRACE_S = 4.0
 """From a signal to the cancellation of `main`; the nanny kills half a second later. Process runners kill after five."""
-EXIT_GRACE_S = 10.0
-"""For threads, exit handlers and destructors of a child that failed: one may wait for a rank that is gone."""
 QUIET_THREADS = {"GOMP_SPINCOUNT": "10000"}
 """Idle OpenMP threads give their core back after microseconds: with others on it, spinning costs tenfold."""
 LAUNCHER_LOOK_S = 1.0
@@ -120,21 +118,7 @@ def _own_command() -> list[str]:
 def _run_child(main: Main) -> int:
     atexit.register(gc.freeze)  # Python's exit looks through all objects, with torch for a second: the run's end waits
     die_with_parent(int(os.environ[CHILD_MARK]))  # a nanny has seen to it; torchrun, which starts ranks itself, has not
-    try:
-        _loop_runner()(_until_stopped(main))
-    except BaseExceptionGroup as group:
-        return _failed(_first_known(group) or group)
-    except Exception as error:
-        return _failed(error)
-    return 0
-
-
-def _failed(error: BaseException) -> int:
-    """The exit code; the kernel ends what Python's exit does not (a timer of Python's stands still in destructors)."""
-    code = _report(error)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, EXIT_GRACE_S)
-    return code
+    return _loop_runner()(_until_stopped(main))
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -146,14 +130,15 @@ def die_with_parent(parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _loop_runner() -> Callable[[Awaitable[None]], None]:
+def _loop_runner() -> Callable[[Awaitable[int]], int]:
     import uvloop  # the nanny itself does without
 
-    runner: Callable[[Awaitable[None]], None] = uvloop.run
+    runner: Callable[[Awaitable[int]], int] = uvloop.run
     return runner
 
 
-async def _until_stopped(main: Main) -> None:
+async def _until_stopped(main: Main) -> int:
+    """The exit code; what went wrong is said at once, because the loop's own end may be waited for in vain."""
     loop = asyncio.get_running_loop()
     begin_pulse(loop)
     stop = asyncio.Event()
@@ -171,6 +156,17 @@ async def _until_stopped(main: Main) -> None:
     except asyncio.CancelledError:
         if not stop.is_set():
             raise
+    except BaseExceptionGroup as group:
+        return _failed(_first_known(group) or group)
+    except Exception as error:
+        return _failed(error)
+    return 0
+
+
+def _failed(error: BaseException) -> int:
+    code = _report(error)
+    failing(code)
+    return code
 
 
 def _report(error: BaseException) -> int:
@@ -309,7 +305,7 @@ class Nanny:
     def _watch(self, child: subprocess.Popen[bytes], pulse: Pulse) -> int:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return child.wait(timeout=0.2)
+                return pulse.meant(child.wait(timeout=0.2))
             why = pulse.look(child.pid)
             if self._stop_at is None:
                 self._was_starting = not pulse.has_served

@@ -3,10 +3,14 @@
 ::
 
     child: loop ── "." every PULSE_S, "!" once it serves ──▶ pipe ──▶ Pulse.look: why the child must go, or nothing
+                   "x" and its exit code when it has failed
 
 A process that is stopped, or whose loop hangs in something that will never come, uses no processor time. So a silent
 child is let live while it computes, such as an import that takes long, but not for ever (`STUCK_S`). Time is counted
 in looks of the nanny: what stops both, a debugger or a suspended machine, is not held against the child.
+
+A child that has failed says so before it ends: a thread, an exit handler or a destructor may wait for a rank that is
+gone, for good and busily.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ STARTING_S = 900.0
 """The same for one that has not: it may wait for a process that it has started, such as the engine of a large model."""
 STUCK_S = 900.0
 """Silent for so long, whatever it computes."""
+EXIT_GRACE_S = 10.0
+"""Of a child that has failed, until it is gone."""
+_FAILED = ord("x")
 _MOST_STEP_S = 1.0
 
 _serving = False
@@ -41,10 +48,19 @@ def serving() -> None:
     _beat()
 
 
+def failing(code: int) -> None:
+    """This process has failed and ends with `code`, by itself or by its nanny."""
+    _tell(bytes((_FAILED, code)))
+
+
 def _beat() -> None:
+    _tell(b"!" if _serving else b".")
+
+
+def _tell(what: bytes) -> None:
     if _writer >= 0:
         with contextlib.suppress(OSError):  # a nanny that does not read has time
-            os.write(_writer, b"!" if _serving else b".")
+            os.write(_writer, what)
 
 
 def begin_pulse(loop: asyncio.AbstractEventLoop) -> None:
@@ -75,7 +91,8 @@ class Pulse:
         os.set_blocking(self._reader, False)
         self.has_served = False
         """As of the last look."""
-        self._silent_s = self._idle_s = 0.0
+        self._silent_s = self._idle_s = self._failed_s = 0.0
+        self._code: int | None = None
         self._used: int | None = None
         self._looked_at = clock()
 
@@ -90,7 +107,11 @@ class Pulse:
         """Why the child must go, or an empty string. Called several times a second."""
         now = self._clock()
         passed_s, self._looked_at = min(now - self._looked_at, _MOST_STEP_S), now
-        if self._answered():
+        answered = self._answered()
+        if self._code is not None:
+            self._failed_s += passed_s
+            return f"it failed and did not end in {EXIT_GRACE_S:g} s" if self._failed_s >= EXIT_GRACE_S else ""
+        if answered:
             self._silent_s = self._idle_s = 0.0
             return ""
         used = cpu_ticks(pid)
@@ -104,13 +125,20 @@ class Pulse:
             return f"no sign of life for {self._silent_s:.0f} s"
         return f"its loop has not turned for {self._silent_s:.0f} s" if self._silent_s >= STUCK_S else ""
 
+    def meant(self, code: int) -> int:
+        """The exit code that the child told of, where it had to be killed for not coming to it."""
+        return self._code if self._code is not None and code < 0 else code
+
     def _answered(self) -> bool:
         try:
             beats = os.read(self._reader, 4096)
         except BlockingIOError:
             return False
+        beats, told, code = beats.partition(bytes((_FAILED,)))
+        if told and self._code is None:
+            self._code = code[0]
         self.has_served |= b"!" in beats
-        return bool(beats)
+        return bool(beats or told)
 
 
 def cpu_ticks(pid: int) -> int | None:

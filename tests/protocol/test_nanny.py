@@ -23,12 +23,12 @@ SERVICE = """
 import asyncio, os, sys, threading
 from pathlib import Path
 from kbrl_async.errors import DiskFull, HostError, InfraError
-from services.runtime import nanny
+from services.runtime import nanny, pulse
 from services.runtime.nanny import run_service
 from services.runtime.pulse import serving
 
 nanny.STOP_GRACE_S = 50.0  # a child that the host has stand still is not killed for it
-nanny.EXIT_GRACE_S = 1.0
+pulse.EXIT_GRACE_S = 1.0
 
 def spin():
     while True: pass
@@ -41,10 +41,16 @@ async def main(stop):
         case "lacks": raise ExceptionGroup("several", [HostError("there is no compiler", "Install one")])
         case "unlucky_once" if len(starts.read_text().split()) > 1: return
         case "unlucky_once": raise InfraError("the sandbox zygote did not start", "It is tried again")
-        case "lingers_once" if len(starts.read_text().split()) > 1: return
+        case "lingers_once" | "lingers_in_its_pool_once" if len(starts.read_text().split()) > 1: return
         case "lingers_once":
             threading.Thread(target=spin).start()
             raise InfraError("a rank is gone", "It is tried again")
+        case "lingers_in_its_pool_once":
+            asyncio.get_running_loop().run_in_executor(None, spin)
+            raise InfraError("a rank is gone", "It is tried again")
+        case "lacks_and_lingers":
+            threading.Thread(target=spin).start()
+            raise HostError("there is no compiler", "Install one")
         case "is_full_once" if len(starts.read_text().split()) > 1: return
         case "is_full_once": raise ExceptionGroup("several", [DiskFull("no space left", "Free some space")])
         case "stops_once" if len(starts.read_text().split()) > 1: return
@@ -130,12 +136,21 @@ def test_a_failure_of_the_infrastructure_is_a_crash_and_tried_again(tmp_path: Pa
     assert "error: the sandbox zygote did not start. It is tried again\ndemo ended with code 1; starting" in done.stderr
 
 
-def test_a_child_that_failed_and_does_not_end_is_ended_and_starts_again(tmp_path: Path) -> None:
-    done = play(tmp_path, "lingers_once")
+@pytest.mark.parametrize("where", ["lingers_once", "lingers_in_its_pool_once"])
+def test_a_child_that_failed_and_does_not_end_is_ended_and_starts_again(tmp_path: Path, where: str) -> None:
+    done = play(tmp_path, where)
     assert done.returncode == 0
     assert "error: a rank is gone" in done.stderr
-    assert "ended by signal 14; starting again" in done.stderr
+    assert "it failed and did not end in 1 s; it is killed" in done.stderr
+    assert "ended with code 1; starting again" in done.stderr
     assert len(starts(tmp_path)) == 2
+
+
+def test_a_final_error_of_a_child_that_does_not_end_is_final(tmp_path: Path) -> None:
+    done = play(tmp_path, "lacks_and_lingers")
+    assert done.returncode == 3
+    assert "error: there is no compiler. Install one" in done.stderr
+    assert len(starts(tmp_path)) == 1
 
 
 def test_a_child_that_finds_the_disk_full_says_so_and_starts_again(tmp_path: Path) -> None:

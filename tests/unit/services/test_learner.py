@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from kbrl_async.errors import RunError
+from kbrl_async.errors import InfraError, RunError
 from kbrl_async.learning import kept
 from kbrl_async.learning.engine import LocalEngine
 from kbrl_async.learning.policies.versions import Pending
@@ -238,6 +238,43 @@ def test_at_the_runs_end_its_last_version_and_a_checkpoint_of_it_are_on_disk(
         assert steps == ["step-000000", "step-000003"]
     assert ticks, "who waits for minutes would be taken for one that stands still"
     assert learning(tmp_path).version == 3
+
+
+def test_what_a_lost_update_has_left_is_not_kept_at_the_runs_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = learning(tmp_path, learner=Learner(peak_tflops=1e-3, checkpoint_every=50))
+    for index in range(2):
+        made.train(batch(index), groups(index), nothing)
+    good, step = weights(made), LocalEngine.step
+
+    def lost(engine: LocalEngine, *given: Any) -> dict[str, float]:
+        metrics = step(engine, *given)
+        if given[3] == 2:
+            raise InfraError("the host of the weights is away", "It is tried again")
+        return metrics
+
+    monkeypatch.setattr(LocalEngine, "step", lost)
+    with pytest.raises(InfraError):
+        made.train(batch(2), groups(2), nothing)
+    assert not same(weights(made), good)
+    monkeypatch.setattr(LocalEngine, "step", step)
+    assert made.keep(TrainBatch("last-1", 2, 1.0, []), nothing).policy_version == 2
+    assert same(weights(learning(tmp_path)), good)
+
+
+def test_a_last_checkpoint_that_can_not_be_written_ends_the_learner_which_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = learning(tmp_path, learner=Learner(peak_tflops=1e-3, checkpoint_every=50))
+    made.train(batch(0), groups(0), nothing)
+
+    def away(*_: object) -> None:
+        raise InfraError("the store is away", "It is tried again")
+
+    monkeypatch.setattr(LocalEngine, "save", away)
+    with pytest.raises(actor.UpdateLost, match="the store is away"):
+        made.keep(TrainBatch("last-1", 1, 1.0, []), nothing)
 
 
 def test_batches_older_than_the_oldest_checkpoint_are_dropped(tmp_path: Path) -> None:
