@@ -72,9 +72,9 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     cpu: float = 0.0
     """Cores that the process and its children used since the last beat; 1 is one whole core."""
     gpu: float = -1.0
-    """Utilisation of the process's GPU (0 … 1); −1: it has none."""
+    """Utilisation of the process's GPUs in the mean (0 … 1); −1: it has none."""
     gpu_mb: float = 0.0
-    """Memory in use on that GPU, by whomever."""
+    """Memory in use on the fullest of them, by whomever."""
     facts: dict[str, float] = msgspec.field(default_factory=dict)
     """A few figures of its own, such as `reward_mean` of the last update: what a viewer shows beside the load."""
 

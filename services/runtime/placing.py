@@ -22,6 +22,19 @@ def process_name(environment: Mapping[str, str]) -> str:
     return named or (spec.name.removesuffix(".__main__").rpartition(".")[2] if spec is not None else "")
 
 
+def held_gpus(
+    config: Config, service: str, environment: Mapping[str, str] = os.environ, gpus: Inventory = inventory
+) -> list[str]:
+    """NVML's names of the GPUs that processes of this one's compute on: vLLM's, and all ranks'. None where the process
+    itself computes, on one GPU, which torch knows.
+    """
+    count = {"learner": config.learner.processes, "sampler": config.sampler.gpus}.get(service, 0)
+    is_told = service == "sampler" and config.sampler.engine == "vllm"
+    if config.device == "cpu" or not (is_told or (service == "learner" and count > 1)):
+        return []
+    return [gpu.uuid for gpu in list(gpus(environment))[:count] if gpu.uuid]
+
+
 def place(config: Config, environment: MutableMapping[str, str] = os.environ, gpus: Inventory = inventory) -> None:
     """Sets the variables of this process. Raises `HostError` where the placement does not fit this machine."""
     if config.placement is None:

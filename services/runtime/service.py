@@ -27,8 +27,9 @@ from protocols.messages import SHARES, Load, StatusReport
 from protocols.sockets import ClientKeys
 from services.runtime.addresses import addresses
 from services.runtime.meters import LoadMeter
-from services.runtime.placing import place
+from services.runtime.placing import held_gpus, place
 from services.runtime.quiet import shared_resources
+from services.runtime.usage import GpuMeter
 
 if TYPE_CHECKING:
     from kbrl_async.runs.telemetry.prometheus import Exporter
@@ -147,6 +148,7 @@ class Service(msgspec.Struct, frozen=True):
     def watch(self, meter: LoadMeter) -> None:
         """Let viewers see what `meter` measures and what this process tells. For workers, once."""
         meter.facts = self.facts
+        meter.gpu = GpuMeter(held_gpus(self.config, self.name))
         self.export(lambda: meter.last)
 
     def export(

@@ -10,12 +10,12 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 Reading = tuple[float, float]
-"""Utilisation (0 … 1) and memory in use (MB) of a GPU."""
+"""Utilisation (0 … 1) of a process's GPUs, in the mean, and memory in use (MB) on the fullest."""
 NO_GPU: Reading = (-1.0, 0.0)
 _TICKS_S = os.sysconf("SC_CLK_TCK")
 
@@ -51,41 +51,41 @@ class CpuMeter:
 
 
 class GpuMeter:
-    """The GPU that this process computes on, by NVML; asks only once torch has made a context here, or as told."""
+    """The GPUs that this process computes on, by NVML; asks only once torch has made a context here, or as told."""
 
-    def __init__(self, uuid: str = "", library: Any = None) -> None:
-        """`uuid`: the GPU as NVML names it; empty: that of torch, as soon as it has one."""
-        self._uuid = uuid
+    def __init__(self, uuids: Sequence[str] = (), library: Any = None) -> None:
+        """`uuids`: the GPUs as NVML names them; none: that of torch, as soon as it has one."""
+        self._uuids = tuple(uuids)
         self._library = library
-        self._handle: Any = None
+        self._handles: list[Any] = []
         self._given_up = False
 
     def take(self) -> Reading:
-        uuid = self._uuid or _torch_gpu()
-        if not uuid or self._given_up:
+        uuids = self._uuids or _torch_gpu()
+        if not uuids or self._given_up:
             return NO_GPU
         try:
-            return self._read(uuid)
+            return self._read(uuids)
         except Exception as error:  # NVML's errors share no base with anything, and a figure is not worth a failure
             if not type(error).__name__.startswith(("NVML", "ImportError", "ModuleNotFound")):
                 raise
             self._given_up = True
             return NO_GPU
 
-    def _read(self, uuid: str) -> Reading:
-        if self._handle is None:
+    def _read(self, uuids: Sequence[str]) -> Reading:
+        if not self._handles:
             self._library = self._library or importlib.import_module("pynvml")
             self._library.nvmlInit()
-            self._handle = self._library.nvmlDeviceGetHandleByUUID(uuid)
-        used = self._library.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
-        memory = self._library.nvmlDeviceGetMemoryInfo(self._handle).used / 2**20
-        return round(used, 3), round(memory, 1)
+            self._handles = [self._library.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        used = [self._library.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in self._handles]
+        memory = [self._library.nvmlDeviceGetMemoryInfo(handle).used / 2**20 for handle in self._handles]
+        return round(sum(used) / len(used), 3), round(max(memory), 1)
 
 
-def _torch_gpu() -> str:
-    """NVML's name of the GPU that torch uses in this process; empty where it uses none (it is not made to)."""
+def _torch_gpu() -> tuple[str, ...]:
+    """NVML's name of the GPU that torch uses in this process; none where it uses none (it is not made to)."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
-        return ""
+        return ()
     uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
-    return f"GPU-{uuid}" if uuid else ""
+    return (f"GPU-{uuid}",) if uuid else ()

@@ -33,9 +33,9 @@ class ProcessUse(msgspec.Struct, frozen=True):
     cores: float
     """Of the CPU, on average."""
     gpu: float
-    """Utilisation of its GPU, whoever uses it; −1: it has none."""
+    """Utilisation of its GPUs in the mean, whoever uses them; −1: it has none."""
     gpu_gb: float
-    """Most memory of its GPU that was in use, by all."""
+    """Most memory of its fullest GPU that was in use, by all."""
     tokens_per_s: float
 
 

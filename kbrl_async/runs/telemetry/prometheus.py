@@ -39,8 +39,8 @@ _LOAD: Mapping[str, tuple[str, Callable[[Load], float]]] = {
     "cpu_cores": ("Cores in use by the process and its children", lambda load: load.cpu),
 }
 _GPU: Mapping[str, tuple[str, Callable[[Load], float]]] = {
-    "gpu_ratio": ("Utilisation of the process's GPU", lambda load: load.gpu),
-    "gpu_memory_bytes": ("Memory in use on the process's GPU", lambda load: load.gpu_mb * _MB),
+    "gpu_ratio": ("Utilisation of the process's GPUs, in the mean", lambda load: load.gpu),
+    "gpu_memory_bytes": ("Memory in use on the fullest of the process's GPUs", lambda load: load.gpu_mb * _MB),
 }
 _COUNTS: Mapping[str, tuple[str, Callable[[Load], float]]] = {
     "tasks_done": ("Tasks finished since start", lambda load: float(load.done)),

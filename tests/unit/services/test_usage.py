@@ -13,7 +13,9 @@ import pytest
 from kbrl_async.errors import ConfigError
 from kbrl_async.runs.config import Config, load
 from kbrl_async.runs.config.layout import CpuLayout, endpoints
+from kbrl_async.runs.config.placement import Gpu
 from services.runtime.meters import MAX_FACTS, LoadMeter
+from services.runtime.placing import held_gpus
 from services.runtime.service import Service
 from services.runtime.usage import NO_GPU, CpuMeter, GpuMeter, cpu_seconds
 from tests.unit.services.log import Log
@@ -69,7 +71,36 @@ def library(**more: Any) -> Any:
 
 
 def test_a_gpu_is_read_by_its_own_name() -> None:
-    assert GpuMeter("GPU-1", library()).take() == (0.75, 3.0)
+    assert GpuMeter(["GPU-1"], library()).take() == (0.75, 3.0)
+
+
+def test_of_several_gpus_the_mean_and_the_fullest_count() -> None:
+    """A sampler of two GPUs, or a learner of two ranks, has only one process that tells."""
+    used = {"GPU-1": (20, 3), "GPU-2": (60, 9)}
+    both = library(
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=used[handle][0]),
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=used[handle][1] * 2**20),
+    )
+    assert GpuMeter(list(used), both).take() == (0.4, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("service", "words", "expected"),
+    [
+        ("sampler", "device=cuda sampler.engine=vllm", ["GPU-0"]),
+        ("sampler", "device=cuda sampler.engine=vllm placement=split sampler.tensor_parallel=2", ["GPU-0", "GPU-1"]),
+        ("sampler", "device=cuda sampler.engine=transformers", []),  # torch knows
+        ("sampler", "device=cpu sampler.engine=vllm", []),
+        ("learner", "device=cuda placement=split learner.processes=2 learner.shard=true", ["GPU-0", "GPU-1"]),
+        ("learner", "device=cuda", []),
+        ("timing_bench", "device=cuda", []),
+    ],
+)
+def test_who_computes_in_other_processes_is_told_its_gpus(service: str, words: str, expected: list[str]) -> None:
+    """vLLM's engine is one: a rehearsal's sampler had a GPU of which nobody said how busy it was."""
+    gpus = [Gpu(str(n), "H200", 140.0, f"GPU-{n}") for n in range(3)]
+    config = load(overrides=["model_name=Qwen3-8B", *words.split()])
+    assert held_gpus(config, service, {}, lambda _: gpus) == expected
 
 
 def test_without_a_gpu_or_where_the_library_fails_there_is_none_and_nothing_breaks() -> None:
@@ -80,7 +111,7 @@ def test_without_a_gpu_or_where_the_library_fails_there_is_none_and_nothing_brea
         raise NVMLError("Driver Not Loaded")
 
     assert GpuMeter().take() == NO_GPU
-    broken = GpuMeter("GPU-1", library(nvmlDeviceGetHandleByUUID=fails))
+    broken = GpuMeter(["GPU-1"], library(nvmlDeviceGetHandleByUUID=fails))
     assert [broken.take(), broken.take()] == [NO_GPU, NO_GPU]
     assert asked == ["GPU-1"], "a library that failed is not asked again"
 
