@@ -12,7 +12,7 @@ import msgspec
 
 from benchmarks.harness import Commands, Result, say, with_figures
 from benchmarks.harness.crew import Crew, CrewTask
-from benchmarks.staleness import lengths, overlap
+from benchmarks.staleness import forecast, lengths, overlap
 from benchmarks.staleness.arm import Arm, ArmResult, StudySetting, working
 from benchmarks.staleness.report import MARKS, SettingFigures, findings, hardest, picture, reward_table, stability_table
 from kbrl_async.runs import origins
@@ -22,6 +22,7 @@ commands = Commands("staleness", __doc__)
 commands(lengths.lengths)
 commands(overlap.overlap)
 commands(overlap.async_vs_sync)
+commands(forecast.forecast)
 STALENESS = (4, 0, 8, 2, 1)
 NONE, DEFAULT = "none", Config().loss
 CORRECTIONS: dict[str, tuple[str, ...]] = {
