@@ -39,6 +39,7 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
+from kbrl_async.errors import KbrlError
 from kbrl_async.runs.archive.archive import ArchiveReader, TurnRow, UpdateRow
 from protocols.ledger import LedgerOptions, StageOptions
 from services.broker.options import BrokerOptions
@@ -96,9 +97,13 @@ class Commands:
                 positional += asked.pop(parameter.name)
             elif parameter.kind is parameter.POSITIONAL_ONLY:
                 positional.append(asked.pop(parameter.name))
-        found = function(*positional, **asked)
-        if inspect.iscoroutine(found):
-            found = asyncio.run(found)
+        try:
+            found = function(*positional, **asked)
+            if inspect.iscoroutine(found):
+                found = asyncio.run(found)
+        except KbrlError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(error.exit_code)
         if found is not None:
             line = {"benchmark": f"{self.question} {name}", **found, "machine": machine()}
             print(json.dumps(rounded(line)), flush=True)

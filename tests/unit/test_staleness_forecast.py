@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks.staleness.__main__ import commands
 from benchmarks.staleness.forecast import Observed, observe, updates_per_hour
 from kbrl_async.errors import UserError
 from protocols.messages import Stage
@@ -44,6 +45,10 @@ def test_another_seed_draws_other_times() -> None:
     assert updates_per_hour(drawn, 1, 5, seed=0) != updates_per_hour(drawn, 1, 5, seed=1)
 
 
-def test_a_folder_without_a_run_is_said(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"has no rollouts\.sqlite"):
         observe(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        commands.main(["forecast", "--run", str(tmp_path)])
+    assert ended.value.code == UserError.exit_code
+    assert capsys.readouterr().err == f"error: {tmp_path} has no rollouts.sqlite. Name a run's folder\n"
