@@ -12,13 +12,13 @@ import msgspec
 
 from benchmarks.harness import Result
 from benchmarks.scale.simulation import Scenario, SimulatedWorker, Simulation
+from benchmarks.staleness.overlap import LAGS, updates_per_hour
 from kbrl_async.errors import UserError
 from kbrl_async.runs.archive.archive import FILE, ArchiveReader
 from kbrl_async.runs.folder import load_run
 from protocols import messages as msg
 from protocols.messages import Stage
 
-LAGS = (0, 1, 2, 4)
 LEAST = 10
 """Updates; of a few, the first are made of batches that wait for a learner that starts."""
 
@@ -45,7 +45,7 @@ class Observed(msgspec.Struct, frozen=True):
 class Replayed(Simulation):
     """A run's processes; each task takes as long as one of its tasks at that stage did, drawn anew."""
 
-    def __init__(self, observed: Observed, lag: int, updates: int, seed: int) -> None:
+    def __init__(self, observed: Observed, lag: int, updates: int, seed: int = 0) -> None:
         self._observed = observed
         scenario = Scenario(
             workers=sum(observed.processes.values()), batches=updates, max_staleness=lag, seed=seed,
@@ -97,14 +97,6 @@ def observe(run: Path) -> Observed:
     )
 
 
-def updates_per_hour(observed: Observed, lag: int, updates: int, seed: int = 0) -> float:
-    """From the first update on."""
-    simulation = Replayed(observed, lag, updates, seed)
-    simulation.run()
-    done = simulation.trained_at
-    return 3600 * (len(done) - 1) / (done[-1] - done[0])
-
-
 def forecast(run: Path, updates: Annotated[int, "of each simulated run"] = 60) -> Result:
     """Updates an hour of a run at S = 0, 1, 2, 4: real ledger and rollout buffer, the run's own stage times.
 
@@ -113,7 +105,7 @@ def forecast(run: Path, updates: Annotated[int, "of each simulated run"] = 60) -
     to the samplers.
     """
     observed = observe(run)
-    rates = {lag: updates_per_hour(observed, lag, updates) for lag in sorted({*LAGS, observed.max_staleness})}
+    rates = {lag: updates_per_hour(Replayed(observed, lag, updates)) for lag in sorted({*LAGS, observed.max_staleness})}
     made = 3600 / statistics.median(observed.between_s)
     print("| | " + " | ".join(f"S = {lag}" for lag in rates) + " |\n" + "|---" * (len(rates) + 1) + "|")
     print("| updates an hour | " + " | ".join(f"{rate:.0f}" for rate in rates.values()) + " |", flush=True)

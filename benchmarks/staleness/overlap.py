@@ -41,7 +41,7 @@ def overlap(updates: int = 60, tail: Annotated[float, "σ of an answer's lognorm
     found: Result = {}
     print("| time goes to | " + " | ".join(f"S = {lag}" for lag in LAGS[1:]) + " |\n" + "|---" * len(LAGS) + "|")
     for name, costs in COSTS.items():
-        rates = {lag: _updates_per_hour(costs, lag, updates, tail) for lag in LAGS}
+        rates = {lag: _of_costs(costs, lag, updates, tail) for lag in LAGS}
         ratios = {lag: rates[lag] / rates[0] for lag in LAGS[1:]}
         found[name] = {"updates_per_hour": rates, "ratio": ratios}
         print(f"| {name} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios.values()) + " |", flush=True)
@@ -69,14 +69,18 @@ class OneOfEach(Simulation):
         return costs.get(stage, 0.0)
 
 
-def _updates_per_hour(costs: tuple[float, float, float], lag: int, updates: int, tail: float) -> float:
+def _of_costs(costs: tuple[float, float, float], lag: int, updates: int, tail: float) -> float:
     """The sampler has 64 places: a batch takes an answer's time, and its longest answer more."""
     generate, verify, train = (share * WHOLE_S for share in costs)
     scenario = Scenario(
         workers=3, batches=updates, groups_per_batch=8, max_staleness=lag, mean_s=(generate, 0.01, verify / BATCH),
         train_s=train, lifetime_s=float("inf"), wrong=0.0, refused=0.0,
     )  # fmt: skip
-    simulation = OneOfEach(scenario, tail)
+    return updates_per_hour(OneOfEach(scenario, tail))
+
+
+def updates_per_hour(simulation: Simulation) -> float:
+    """Runs it; from its first update on."""
     simulation.run()
     done = simulation.trained_at
     return 3600 * (len(done) - 1) / (done[-1] - done[0])

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from benchmarks.staleness.__main__ import commands
-from benchmarks.staleness.forecast import Observed, observe, updates_per_hour
+from benchmarks.staleness.forecast import Observed, Replayed, observe
+from benchmarks.staleness.overlap import updates_per_hour
 from kbrl_async.errors import UserError
 from protocols.messages import Stage
 
@@ -29,20 +30,20 @@ OBSERVED = Observed(
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_as_many_batches_are_under_way_as_staleness_allows(lag: int) -> None:
-    assert updates_per_hour(OBSERVED, lag, 15) == pytest.approx((lag + 1) * 3600 / ALONE_S, rel=0.1)
+    assert updates_per_hour(Replayed(OBSERVED, lag, 15)) == pytest.approx((lag + 1) * 3600 / ALONE_S, rel=0.1)
 
 
 def test_the_slowest_stage_bounds_what_staleness_gains() -> None:
     slow = msgspec.structs.replace(OBSERVED, train_s=[90.0])
-    assert updates_per_hour(slow, 4, 15) == pytest.approx(3600 / 90, rel=0.05)
+    assert updates_per_hour(Replayed(slow, 4, 15)) == pytest.approx(3600 / 90, rel=0.05)
     few = msgspec.structs.replace(OBSERVED, slots=ANSWERS)
-    assert updates_per_hour(few, 4, 15) == pytest.approx(3600 / GENERATE_S, rel=0.05)
+    assert updates_per_hour(Replayed(few, 4, 15)) == pytest.approx(3600 / GENERATE_S, rel=0.05)
 
 
 def test_another_seed_draws_other_times() -> None:
     spread = {**OBSERVED.taken, Stage.GENERATE: [50.0, 100.0, 150.0]}
     drawn = msgspec.structs.replace(OBSERVED, taken=spread)
-    assert updates_per_hour(drawn, 1, 5, seed=0) != updates_per_hour(drawn, 1, 5, seed=1)
+    assert updates_per_hour(Replayed(drawn, 1, 5, seed=0)) != updates_per_hour(Replayed(drawn, 1, 5, seed=1))
 
 
 def test_a_folder_without_a_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
