@@ -68,7 +68,7 @@ def _trainer(config: Config, manifest: PolicyVersion) -> Trainer:
     if manifest.kind not in LOCAL:
         cause = f"the updates of this run were not made here (learner.engine={config.learner.engine})"
         raise CheckpointError(cause, "Add --no-train: its decisions are made again")
-    if config.sampler.forced and not any(Path(manifest.base_model).glob("*.safetensors")):
+    if config.is_rehearsal and not any(Path(manifest.base_model).glob("*.safetensors")):
         cause = f"the random weights of this rehearsal are no longer in {manifest.base_model}"
         raise CheckpointError(cause, "Add --no-train, or rehearse with --keep, which leaves them there")
     # As many threads as the learner has: sums are split among them, and their last bits depend on how.

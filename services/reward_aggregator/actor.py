@@ -84,20 +84,23 @@ class Aggregator(RolloutActor[Command, Effect]):
         """`pump`, then what the learner has made is on disk: the processes are given seconds to end, and a large
         model's weights take minutes. Not in a rehearsal, whose weights are random."""
         await self.pump(welcomes)
-        if self._state.version == 0 or self._config.sampler.forced is not None:
+        version, begun = self._state.version, self._clock()
+        if version == 0 or self._config.is_rehearsal:
             return
-        version, begun, asked = self._state.version, self._clock(), float("-inf")
-        frames = [msgspec.msgpack.encode(TrainBatch(self._last_id, version, self._config.temperature, []))]
-        while not self._is_kept.is_set():
-            if self._clock() - asked >= SAY_S:  # a broker that came back may have forgotten it
-                if asked >= begun:
-                    waited_s = round(self._clock() - begun)
-                    self._log.info("the last version is being written", policy_version=version, waited_s=waited_s)
-                asked = self._clock()
-                await self._outside.producer.submit(self._last_id, Stage.TRAIN, frames, self._last_id)
+        while not await self._keeps_last(version):
+            waited_s = round(self._clock() - begun)
+            self._log.info("the last version is being written", policy_version=version, waited_s=waited_s)
+
+    async def _keeps_last(self, version: int) -> bool:
+        """Whether the learner says so within `SAY_S`. Asked each time: a broker that came back may have forgotten."""
+        header, until = TrainBatch(self._last_id, version, self._config.temperature, []), self._clock() + SAY_S
+        frames = [msgspec.msgpack.encode(header)]
+        await self._outside.producer.submit(self._last_id, Stage.TRAIN, frames, self._last_id)
+        while not self._is_kept.is_set() and self._clock() < until:
             self._metrics.tick(self.now)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_kept.wait(), min(LOOK_S, SAY_S))
+        return self._is_kept.is_set()
 
     # ── what comes in ─────────────────────────────────────────────────────────────────────────────────────────
 

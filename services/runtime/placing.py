@@ -28,11 +28,10 @@ def held_gpus(
     """NVML's names of the GPUs that processes of this one's compute on: vLLM's, and all ranks'. None where the process
     itself computes, on one GPU, which torch knows.
     """
-    count = {"learner": config.learner.processes, "sampler": config.sampler.gpus}.get(service, 0)
-    is_told = service == "sampler" and config.sampler.engine == "vllm"
-    if config.device == "cpu" or not (is_told or (service == "learner" and count > 1)):
-        return []
-    return [gpu.uuid for gpu in list(gpus(environment))[:count] if gpu.uuid]
+    ranks, parts = config.learner.processes, config.sampler.gpus
+    counts = {"learner": ranks if ranks > 1 else 0, "sampler": parts if config.sampler.engine == "vllm" else 0}
+    count = 0 if config.device == "cpu" else counts.get(service, 0)
+    return [gpu.uuid for gpu in list(gpus(environment))[:count] if gpu.uuid] if count else []
 
 
 def place(config: Config, environment: MutableMapping[str, str] = os.environ, gpus: Inventory = inventory) -> None:

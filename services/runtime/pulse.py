@@ -135,7 +135,7 @@ class Pulse:
         except BlockingIOError:
             return False
         beats, told, code = beats.partition(bytes((_FAILED,)))
-        if told and self._code is None:
+        if code and self._code is None:
             self._code = code[0]
         self.has_served |= b"!" in beats
         return bool(beats or told)

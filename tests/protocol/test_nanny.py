@@ -119,6 +119,14 @@ def until_started(tmp_path: Path) -> int:
     return starts(tmp_path)[0]
 
 
+def said_of_two_starts(tmp_path: Path, how: str) -> str:
+    """stderr of a service that ends well the second time."""
+    done = play(tmp_path, how)
+    assert done.returncode == 0
+    assert len(starts(tmp_path)) == 2
+    return done.stderr
+
+
 def test_a_service_that_finishes_ends_with_zero(tmp_path: Path) -> None:
     assert play(tmp_path, "finishes").returncode == 0
     assert len(starts(tmp_path)) == 1
@@ -138,12 +146,10 @@ def test_a_failure_of_the_infrastructure_is_a_crash_and_tried_again(tmp_path: Pa
 
 @pytest.mark.parametrize("where", ["lingers_once", "lingers_in_its_pool_once"])
 def test_a_child_that_failed_and_does_not_end_is_ended_and_starts_again(tmp_path: Path, where: str) -> None:
-    done = play(tmp_path, where)
-    assert done.returncode == 0
-    assert "error: a rank is gone" in done.stderr
-    assert "it failed and did not end in 1 s; it is killed" in done.stderr
-    assert "ended with code 1; starting again" in done.stderr
-    assert len(starts(tmp_path)) == 2
+    said = said_of_two_starts(tmp_path, where)
+    assert "error: a rank is gone" in said
+    assert "it failed and did not end in 1 s; it is killed" in said
+    assert "ended with code 1; starting again" in said
 
 
 def test_a_final_error_of_a_child_that_does_not_end_is_final(tmp_path: Path) -> None:
@@ -154,10 +160,8 @@ def test_a_final_error_of_a_child_that_does_not_end_is_final(tmp_path: Path) -> 
 
 
 def test_a_child_that_finds_the_disk_full_says_so_and_starts_again(tmp_path: Path) -> None:
-    done = play(tmp_path, "is_full_once")
-    assert done.returncode == 0
-    assert "error: no space left. Free some space\ndemo waits for room on the disk" in done.stderr
-    assert len(starts(tmp_path)) == 2
+    said = said_of_two_starts(tmp_path, "is_full_once")
+    assert "error: no space left. Free some space\ndemo waits for room on the disk" in said
 
 
 def full_nanny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, room: Iterator[int], wait_s: float) -> Nanny:
@@ -185,17 +189,11 @@ def test_a_disk_that_stays_full_ends_with_the_host_s_error(
 
 def test_a_child_that_stands_still_is_killed_and_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENVIRONMENT, "KBRL_WEDGED_S", "1")
-    done = play(tmp_path, "stops_once")
-    assert done.returncode == 0
-    assert "demo does nothing any more: no sign of life" in done.stderr
-    assert len(starts(tmp_path)) == 2
+    assert "demo does nothing any more: no sign of life" in said_of_two_starts(tmp_path, "stops_once")
 
 
 def test_a_service_that_is_killed_starts_again(tmp_path: Path) -> None:
-    done = play(tmp_path, "crashes_once")
-    assert done.returncode == 0
-    assert "ended by signal 9; starting again" in done.stderr
-    assert len(starts(tmp_path)) == 2
+    assert "ended by signal 9; starting again" in said_of_two_starts(tmp_path, "crashes_once")
 
 
 def test_a_service_that_crashes_again_and_again_is_given_up(capfd: pytest.CaptureFixture[str]) -> None:

@@ -221,7 +221,7 @@ def gather(run_dir: Path) -> Evidence:
         evidence.summary = msgspec.json.decode((run_dir / SUMMARY_FILE).read_bytes())
     if (run_dir / CONFIG_FILE).is_file():
         config = load_run(run_dir)
-        evidence.keeps_last = config.sampler.forced is None
+        evidence.keeps_last = not config.is_rehearsal
         evidence.evaluates = bool(config.eval_samples)
     _read_journal(run_dir / "aggregator.sqlite", evidence)
     _read_archive(run_dir / "rollouts.sqlite", evidence)

@@ -173,6 +173,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return "compact" if self.model_name == "small" else "zero_shot"
 
     @property
+    def is_rehearsal(self) -> bool:
+        """Answers are given and weights random: nothing of what it learns is kept."""
+        return bool(self.sampler.forced)
+
+    @property
     def sends_weights(self) -> bool:
         """`weights.transport` without `auto`: where learner and samplers have GPUs of their own, and all is trained."""
         can = not self.lora_rank and self.learner.engine == "torch" and self.sampler.engine in DIRECT_ENGINES

@@ -172,9 +172,9 @@ def checkpoints_on_disk(config: Config, shape: ModelShape) -> float:
     """Bytes of all checkpoints that are on disk at once: those that are kept and the one that is being written, of a
     short run its first, those that come due, and its last, which a rehearsal does without.
     """
-    settings, is_rehearsal = config.learner, config.sampler.forced is not None
+    settings = config.learner
     due = config.max_steps / settings.checkpoint_every
-    count = min(settings.keep_checkpoints + 1, 1 + (math.floor(due) if is_rehearsal else math.ceil(due)))
+    count = min(settings.keep_checkpoints + 1, 1 + (math.floor(due) if config.is_rehearsal else math.ceil(due)))
     return count * checkpoint_bytes(shape, learning_of(config, shape, None if config.device == "cpu" else math.inf))
 
 
