@@ -46,6 +46,10 @@ _ERROR = re.compile(r"\berror\b|undefined reference|multiple definition")
 _OURS = re.compile(r"(?<![\w.])(?:/[\w.+-]+)+/|tmpxft_\w+-\d+_|collect2: error: |\(\.text\+\w+\): ")
 _HINTS = (
     (
+        r"DeprecatedTypeProperties",
+        "AT_DISPATCH macros take x.scalar_type(); this torch has no x.type() there any more.",
+    ),
+    (
         r"no matching function|no instance of|cannot convert|invalid conversion",
         "Check argument types and their number.",
     ),
@@ -149,7 +153,7 @@ class InlineBackend(Backend):
             build = Build(extension, flags, tools, context)
             attempt = build.fast()
             way = "fast"
-            if not attempt.is_built:
+            if not attempt.is_built and not attempt.is_final:
                 attempt, way = build.full(attempt.failed_units), f"full: {_why_full(attempt)}"
             report = _verdict(attempt, extension, context)
             isolation = attempt.run.isolation if attempt.run else "none"

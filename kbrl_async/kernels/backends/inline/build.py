@@ -9,7 +9,7 @@ Both compile the same texts with the same flags for the same libraries; only the
 declare what libtorch defines. So a fast artifact calls the same code, and what slim does not know fails to compile.
 
 Invariants
-* "Compile error" is said by a full build only.
+* "Compile error" is said by a full build only; by a fast one where torch's own headers are seen to refuse the same.
 * The halves of an extension compile at the same time, each confined to a folder of its own.
 """
 
@@ -64,6 +64,8 @@ _WRAPPED = tuple(
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _OPEN_SYMBOL = re.compile(r"undefined reference to [`']([^']+)'")
 _MISSING_HEADER = re.compile(r"(?:fatal error: |cannot open source file \")([\w./-]+\.h\w*)")
+_DISPATCHED = re.compile(r"error: [^\n]*DeprecatedTypeProperties\W[^\n]* to \W*c10::ScalarType\b")
+"""Of `AT_DISPATCH_…(x.type(), …)`."""
 _GRADIENTS = re.compile(r"requires_grad\w*\s*\((?!\s*false\s*\))")
 _WITHOUT_SPECIAL_FUNCTIONS = "-D_GLIBCXX_BITS_SPECFUN_H"
 """<cmath> leaves out Bessel functions and the like, a sixth of nvcc's time, where the text has none of their names."""
@@ -127,6 +129,8 @@ class BuildAttempt(msgspec.Struct, frozen=True):
     failed_units: tuple[int, ...] = ()
     unfit: str = ""
     """Why the fast way was not even tried."""
+    is_final: bool = False
+    """The full way would end in the same error."""
 
     @property
     def is_built(self) -> bool:
@@ -145,6 +149,8 @@ class Build:
         if reason := next(filter(None, (_needs_full(unit.text) for unit in self._extension.units)), ""):
             return BuildAttempt(unfit=reason)
         attempt = self._attempt(is_slim=True)
+        if attempt.run is not None and _DISPATCHED.search(attempt.run.output) and not self._tools.dispatches_types:
+            return msgspec.structs.replace(attempt, is_final=not attempt.is_built)
         if not attempt.open_symbols:
             return attempt
         return BuildAttempt(run=attempt.run, unfit=f"symbol {attempt.open_symbols[0][:80]}")

@@ -74,6 +74,12 @@ class Toolchain(msgspec.Struct, frozen=True, dict=True):
         blas = _text(self.include / "ATen" / "cuda" / "CUDAContextLight.h")
         return ["-DKBRL_BLAS_SETUP"] if "getCurrentCUDABlasHandle(bool" in blas else []
 
+    @functools.cached_property
+    def dispatches_types(self) -> bool:
+        """Whether `AT_DISPATCH_…(x.type(), …)` compiles, as it did before torch 2.6."""
+        headers = (("ATen",), ("torch", "headeronly", "core"), ("torch", "headeronly"))
+        return any("DeprecatedTypeProperties" in _text(self.include.joinpath(*at, "Dispatch.h")) for at in headers)
+
     def includes(self, is_slim: bool, with_cuda: bool) -> list[str]:
         full = [self.include / "torch" / "csrc" / "api" / "include"]
         folders = [*([SLIM] if is_slim else full)]

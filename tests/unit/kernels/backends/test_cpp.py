@@ -16,6 +16,7 @@ from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.building.context import ToolRun
 from kbrl_async.kernels.backends.inline import launch as inline
 from kbrl_async.kernels.backends.inline.build import Build, BuildAttempt
+from kbrl_async.kernels.backends.inline.toolchain import toolchain
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
 from kbrl_async.kernels.funnel import Builder
 from protocols.records import Candidate, Fault, Problem
@@ -74,6 +75,7 @@ torch::Tensor indexed(torch::Tensor x, int place) {
 torch::Tensor asserted(torch::Tensor x) {
   AT_ASSERT(x.defined() && std::beta(1.0, 2.0) == 0.5);
   AT_ASSERTM(x.dim() == 1, "x must have one dimension, not ", x.dim());
+  TORCH_CHECK(!x.type().is_cuda() && x.type().scalarType() == torch::kFloat32, "x must be of a CPU's float32");
   return x.cpu();
 }
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -280,6 +282,31 @@ def test_only_the_full_build_decides_that_a_candidate_fails(
     report = builder.build(make(source, '["scale"]'))
     assert len(asked) == 1
     assert (report.fault, report.message) == (Fault.COMPILE_ERROR, "main.cpp:2:3: error: expected ';'")
+
+
+@pytest.mark.parametrize("dispatches", [False, True], ids=["as this torch", "as one before 2.6"])
+def test_what_torch_itself_does_not_dispatch_is_not_built_in_full(
+    builder: Builder, monkeypatch: pytest.MonkeyPatch, dispatches: bool
+) -> None:
+    """In full it fails in the same words, after twenty seconds of nvcc."""
+    if dispatches:
+        monkeypatch.setitem(vars(toolchain()), "dispatches_types", True)
+    assert toolchain().dispatches_types is dispatches
+    monkeypatch.setattr(
+        Build, "full", lambda self, suspects=(): BuildAttempt(b"an older torch", ToolRun(0, "", "", 1.0))
+    )
+    source = (
+        "torch::Tensor scale(torch::Tensor x, double by) "
+        '{ AT_DISPATCH_FLOATING_TYPES(x.type(), "scale", [&] { x.mul_(by); }); return x; }'
+    )
+    report = builder.build(make(f"{source}  // {dispatches}", '["scale"]'))
+    assert report.toolchain.count(" full") == dispatches
+    if dispatches:
+        assert report.fault is Fault.OK
+    else:
+        assert report.fault is Fault.COMPILE_ERROR
+        assert "scalar_type()" in report.hint
+        assert "cannot convert" in report.message
 
 
 def test_what_only_the_full_build_can_is_built(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:

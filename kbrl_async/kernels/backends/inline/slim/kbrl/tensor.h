@@ -96,6 +96,19 @@ struct Generator {  // only ever left out here: who has one is built with the fu
   void* impl_ = nullptr;
 };
 
+class DeprecatedTypeProperties {  // what `type()` returns: of it, what needs no name of a backend
+ public:
+  DeprecatedTypeProperties(DeviceType device, ScalarType type) : device_(device), type_(type) {}
+  DeviceType device_type() const { return device_; }
+  bool is_cuda() const { return device_ == DeviceType::CUDA; }
+  ScalarType scalarType() const { return type_; }
+  caffe2::TypeMeta typeMeta() const { return type_; }
+
+ private:
+  DeviceType device_;
+  ScalarType type_;
+};
+
 class TensorBase {
  public:
   TensorBase() = default;
@@ -226,6 +239,7 @@ class Tensor : public TensorBase {
     if (format == MemoryFormat::Contiguous && is_contiguous()) return *this;
     return __dispatch_contiguous(format);
   }
+  DeprecatedTypeProperties type() const { return {device().type(), scalar_type()}; }
   Tensor toType(ScalarType type) const { return to(options().dtype(type), false, false); }
   Tensor cpu() const { return to(options().device(DeviceType::CPU), false, false); }
   Tensor cuda() const { return to(options().device(DeviceType::CUDA), false, false); }
