@@ -180,6 +180,59 @@ def test_a_copy_in_another_order_is_a_decoy_too(judge: Judge) -> None:
     assert (verdict.fault, verdict.rule) == (Fault.CHEATING, "decoy_kernel"), verdict
 
 
+CHAIN = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def forward(self, x, w):
+        for _ in range(4):
+            x = x @ w
+        return (x + 1) @ w
+
+def get_inputs():
+    return [torch.randn(2048, 2048), torch.randn(2048, 2048) / 45]
+
+def get_init_inputs():
+    return []
+"""
+A_STEP = """
+import torch
+import torch.nn as nn
+import triton
+import triton.language as tl
+
+@triton.jit
+def shifted(x, y, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
+
+class ModelNew(nn.Module):
+    def forward(self, x, w):
+        for _ in range(4):
+            x = x @ w
+        out = torch.empty_like(x)
+        shifted[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), BLOCK=1024)
+        return out @ w
+"""
+
+
+def test_who_makes_a_small_step_between_the_librarys_is_never_accused(judge: Judge) -> None:
+    """Of its time a hundredth or less, and nothing is right without it: an activation was called cheating for that."""
+    verdict = judge(CHAIN, A_STEP, "triton").verdict
+    assert verdict.fault in (Fault.OK, Fault.UNPROVEN), verdict
+    assert verdict.trust == REPLAYED
+
+
+def test_who_finishes_a_hair_of_the_librarys_answer_is_a_decoy(judge: Judge) -> None:
+    whole = "out = (x + 1) @ w\n        out.view(-1)[:64] -= 1\n"
+    source = A_STEP.replace("out = torch.empty_like(x)\n", whole).replace("return out @ w", "return out")
+    source = source.replace("(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), ", "(1,)](out, out, 64, ")
+    verdict = judge(CHAIN, source, "triton").verdict
+    assert (verdict.fault, verdict.rule, verdict.trust) == (Fault.CHEATING, "decoy_kernel", REPLAYED), verdict
+    assert "of the answer is right" in verdict.message
+
+
 def test_a_librarys_kernel_is_not_its_own_by_a_name(sneak: Sneak) -> None:
     """Own is what was loaded from what was built; names are not looked at."""
     named = "def elementwise_kernel(): pass\ndef vectorized_elementwise_kernel(): pass\ndef CUDAFunctor_add(): pass\n"

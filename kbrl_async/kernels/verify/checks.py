@@ -71,6 +71,8 @@ class Checker:
         self.near = 0
         self.own_share: float | None = None
         """Of a call's time on the device, that of the candidate's own kernels; None: not known."""
+        self.doubt: proof.Finding | None = None
+        """What refuses a candidate whose own kernels turn out to be needed; else that accuses it."""
         self.total = len(reference.sets)
         self.worst: compare.Difference | None = None
         self.failed: list[tuple[str, compare.Difference]] = []
@@ -236,7 +238,11 @@ class Checker:
         self._run_left(tick)
         if self._trace is not None:
             is_closed = self._backend.is_closed
-            self.refuse(proof.of_recorded(self._trace, is_closed=is_closed, is_extension=self.is_extension))
+            found = proof.of_recorded(self._trace, is_closed=is_closed, is_extension=self.is_extension)
+            if found is not None and (found.rule, found.fault) == ("decoy_kernel", Fault.UNPROVEN):
+                self.doubt = found
+            else:
+                self.refuse(found)
             self.refuse(proof.of_forbidden(self._trace, self.reference.declared.forbidden))
 
     def finish(self, tick: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 ::
 
-    recorded run ─▶ no own launch: no_own_kernel        share of CPU time next to nothing: decoy_kernel
+    recorded run ─▶ no own launch: no_own_kernel        share of CPU time next to nothing: decoy_kernel (one fact)
     muted run    ─▶ outputs still right (compared here): decoy_kernel    an operator had the answer alone: decoy_kernel
 
 A library call for a sub-step is honest: a product from the library with an own epilogue passes, however small the
@@ -57,8 +57,8 @@ def of_recorded(
         return Finding("decoy_kernel", text, evidence(trace))
     own, library = own_ns(trace), library_ns(trace)
     if has_times and library >= MIN_LIBRARY_NS and own < MIN_SHARE * (own + library):
-        text = f"own kernels took {100 * own / (own + library):.2f} % of the computing time: the library did the work"
-        return Finding("decoy_kernel", text, evidence(trace))
+        text = f"own kernels took {100 * own / (own + library):.2f} % of the computing time"
+        return Finding("decoy_kernel", text, evidence(trace), Fault.UNPROVEN)
     return None
 
 

@@ -99,6 +99,10 @@ class OwnKernels:
         First its launcher skips them, and its process says whether an operator had the answer; then the kernels are
         switched off from outside, in a call that looks like every other one.
         """
+        self._ask()
+        self._checker.refuse(self._checker.doubt)
+
+    def _ask(self) -> None:
         if not self._checker.is_recorded or self._checker.fault is not None or self._checker.session is None:
             return
         if self._checker.reference.declared.backward and not self._checker.is_replayed:

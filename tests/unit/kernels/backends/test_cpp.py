@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,14 @@ import torch
 
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.building.context import ToolRun
+from kbrl_async.kernels.backends.inline import backend as inline_backend
 from kbrl_async.kernels.backends.inline import launch as inline
 from kbrl_async.kernels.backends.inline.build import Build, BuildAttempt
+from kbrl_async.kernels.backends.inline.launch import Extension
 from kbrl_async.kernels.backends.inline.toolchain import toolchain
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
 from kbrl_async.kernels.funnel import Builder
-from protocols.records import Candidate, Fault, Problem
+from protocols.records import BuildReport, Candidate, Fault, Problem
 
 SOURCE = """
 #include <pybind11/pybind11.h>  // many name them though torch/extension.h has both
@@ -307,6 +310,41 @@ def test_what_torch_itself_does_not_dispatch_is_not_built_in_full(
         assert report.fault is Fault.COMPILE_ERROR
         assert "scalar_type()" in report.hint
         assert "cannot convert" in report.message
+
+
+SEVERAL = """
+import torch.nn as nn
+from torch.utils.cpp_extension import load_inline
+
+one = load_inline(name="one", cpp_sources="int one() { return 1; }", functions=["one"])
+two = load_inline(name="two", cpp_sources="int two() { return 2; }", functions=["two"])
+again = load_inline(name="again", cpp_sources="int one() { return 1; }", functions=["one"])
+
+class ModelNew(nn.Module):
+    def forward(self, x):
+        return x * one.one() * two.two()
+"""
+
+
+@pytest.mark.parametrize("failing", [(), ("two",), ("one", "two")])
+def test_extensions_of_one_candidate_are_built_at_the_same_time(
+    builder: Builder, monkeypatch: pytest.MonkeyPatch, failing: tuple[str, ...]
+) -> None:
+    """One after the other they were most of what slow candidates took."""
+    both, asked = threading.Barrier(2, timeout=20), []
+
+    def unit(self: object, extension: Extension, context: object) -> BuildReport:
+        name = "two" if "two()" in extension.units[0].text else "one"
+        asked.append(name)
+        both.wait()
+        fault = Fault.COMPILE_ERROR if name in failing else Fault.OK
+        return BuildReport(fault, {extension.key: "00"}, message=name, kernels=[name])
+
+    monkeypatch.setattr(type(inline_backend.CPP), "unit", unit)
+    report = builder.build(Candidate(f"{SEVERAL}# {failing}", "cpp"))
+    assert len(asked) == 2, "two are the same"
+    assert (report.fault is Fault.OK) == (not failing)
+    assert report.message == failing[0] if failing else report.kernels == ["one", "two"]
 
 
 def test_what_only_the_full_build_can_is_built(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:

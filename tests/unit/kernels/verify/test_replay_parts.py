@@ -29,7 +29,7 @@ from kbrl_async.kernels.verify.cuda.replay.stretches import place_inputs
 from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.layouts import is_moved
 from kbrl_async.kernels.verify.proof import of_recorded
-from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Operator, Recording, ways
+from kbrl_async.kernels.verify.recording import Forward, Kernel, Memcpy, Memset, Operator, Recording, ways
 from kbrl_async.kernels.verify.session import CandidateFault
 from kbrl_async.kernels.verify.tolerance import Tolerance
 from kbrl_async.kernels.verify.validation import overlap, span
@@ -300,6 +300,15 @@ def doubled(*slots: int) -> Callable[[torch.Tensor, int], None]:
             raw[1024 + 64 * one : 1040 + 64 * one].view(torch.float32)[:] = 2 * inputs
 
     return work
+
+
+def test_own_kernels_are_timed_by_themselves_after_a_whole_forward() -> None:
+    own = Kernel("a" * 64, "run", (1, 1, 1), (1, 1, 1), 0, [])
+    made, host = session(
+        [1024], slots=1, nodes=[[Memset(1024, 0, 1, 16, 1, 16, []), own, Memset(1024, 0, 1, 16, 1, 16, [])]]
+    )
+    assert made.own_alone(0, 1.0) == 0.0, "no more than a run of nothing"
+    assert [(order.slots, order.left_out) for order in host.orders] == [((), ()), *[((0,), (0, 2))] * 3]
 
 
 def filled(values: Sequence[float] = (1.0, 2.0, 3.0)) -> tuple[ReplaySession, Host]:

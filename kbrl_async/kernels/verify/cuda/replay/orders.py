@@ -43,6 +43,8 @@ class Time(msgspec.Struct, frozen=True, tag="time"):
     slots: tuple[int, ...]
     times: int = 1
     is_muted: bool = False
+    left_out: tuple[int, ...] = ()
+    """As in `RunForward`."""
 
 
 class Unload(msgspec.Struct, frozen=True, tag="unload"):

@@ -121,10 +121,10 @@ class Player:
         elif isinstance(order, orders.RunForward):
             program.run(order.slot, order.is_muted, order.left_out)
         elif not order.times:
-            program.prepare(order.slots, order.is_muted)
+            program.prepare(order.slots, order.is_muted, order.left_out)
             return orders.Times(0.0, self._places.has_failed)
         else:
-            times = (program.time(order.slots, order.is_muted) for _ in range(order.times))
+            times = (program.time(order.slots, order.is_muted, order.left_out) for _ in range(order.times))
             return orders.Times(sum(times) if order.slots else min(times), self._places.has_failed)
         return orders.RunDone(self._places.has_failed)
 

@@ -52,7 +52,7 @@ class Program:
         """Address, address of the value at first, bytes."""
         self._functions: dict[tuple[str, str], int] = {}
         self._graphs: dict[tuple[int, bool, tuple[int, ...]], int] = {}
-        self._chains: dict[tuple[tuple[int, ...], bool], int] = {}
+        self._chains: dict[tuple[tuple[int, ...], bool, tuple[int, ...]], int] = {}
         self._runs: dict[tuple[int, bool, tuple[int, ...]], int] = {}
         try:
             for image in images:
@@ -131,20 +131,21 @@ class Program:
         self._driver.call("cuGraphLaunch", self._runs[key], self._stream.cuda_stream)
         self._driver.call("cuCtxSynchronize")
 
-    def time(self, slots: tuple[int, ...], is_muted: bool = False) -> float:
+    def time(self, slots: tuple[int, ...], is_muted: bool = False, left_out: tuple[int, ...] = ()) -> float:
         """Nanoseconds of forwards over these slots, one after the other behind one flush."""
-        chain = self.prepare(slots, is_muted)
+        chain = self.prepare(slots, is_muted, left_out)
         self._restore_variables()
         self._driver.call("cuCtxResetPersistingL2Cache")
         self._driver.call("cuGraphLaunch", chain, self._stream.cuda_stream)
         self._driver.call("cuCtxSynchronize")
         return self._driver.elapsed_ns(*self._events)
 
-    def prepare(self, slots: tuple[int, ...], is_muted: bool = False) -> int:
+    def prepare(self, slots: tuple[int, ...], is_muted: bool = False, left_out: tuple[int, ...] = ()) -> int:
         """The graph that `time` launches."""
-        key = slots, is_muted
+        key = slots, is_muted, left_out
         if key not in self._chains:
-            self._chains[key] = self._flush.chained(self._events, [self._graph(slot, is_muted) for slot in slots])
+            graphs = [self._graph(slot, is_muted, left_out) for slot in slots]
+            self._chains[key] = self._flush.chained(self._events, graphs)
         return self._chains[key]
 
     def _graph(self, slot: int, is_muted: bool, left_out: tuple[int, ...] = ()) -> int:

@@ -44,7 +44,7 @@ from kbrl_async.kernels.verify.cuda.session import TimedCall
 from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.layouts import TensorCheck, are_parts, never
 from kbrl_async.kernels.verify.operators import copies
-from kbrl_async.kernels.verify.recording import Memcpy, Operator, Recording, counted, digest, plain, ways
+from kbrl_async.kernels.verify.recording import Kernel, Memcpy, Operator, Recording, counted, digest, plain, ways
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome
 from kbrl_async.kernels.verify.validation import overlap, span
 from protocols.records import REPLAYED, Fault
@@ -369,6 +369,21 @@ class ReplaySession:
             left = nothing
         return max(0.0, whole - nothing), max(0.0, left - nothing)
 
+    def own_alone(self, slot: int, deadline_s: float) -> float:
+        """Nanoseconds of the own kernels over what a whole forward over this slot has left in memory; 0 where they
+        fault on that. Beside `muted`, where a step that finds its input in no cache, because the own kernel before it
+        was left out, may take as much longer as that kernel took.
+        """
+        nodes = self._recording.forwards[slot].nodes
+        others = tuple(number for number, node in enumerate(nodes) if not isinstance(node, Kernel))
+        try:
+            nothing = self._timed(orders.Time(()), deadline_s)
+            self.run(slot, deadline_s)
+            return max(0.0, self._least(slot, False, deadline_s, others) - nothing)
+        except CandidateFault as fault:
+            self._needs_own(fault)
+            return 0.0
+
     def is_whole_without_own(self, slot: int, deadline_s: float) -> bool:
         """Whether a forward over this slot ends without own kernels; its outputs then lie there."""
         try:
@@ -407,12 +422,11 @@ class ReplaySession:
         self._is_warm, self._captured = not self.has_operators, 0
         self.poison()
 
-    def _least(self, slot: int, is_muted: bool, deadline_s: float) -> float:
+    def _least(self, slot: int, is_muted: bool, deadline_s: float, left_out: tuple[int, ...] = ()) -> float:
         """Of three runs; long ones tell at once."""
-        least = self._timed(orders.Time((slot,), 1, is_muted), deadline_s)
-        if least > _TELLS_NS:
-            return least
-        return min(least, *(self._timed(orders.Time((slot,), 1, is_muted), deadline_s) for _ in range(2)))
+        order = orders.Time((slot,), 1, is_muted, left_out)
+        least = self._timed(order, deadline_s)
+        return least if least > _TELLS_NS else min(least, *(self._timed(order, deadline_s) for _ in range(2)))
 
     def answered(self, is_answer: TensorCheck, slot: int = 0, is_moved: TensorCheck = never) -> str:
         """After `muted`: the operator whose result already is the answer, as far as `is_answer(tensor)` says, and
