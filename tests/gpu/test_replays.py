@@ -218,19 +218,18 @@ class ModelNew(nn.Module):
 
 
 def test_who_makes_a_small_step_between_the_librarys_is_never_accused(judge: Judge) -> None:
-    """Of its time a hundredth or less, and nothing is right without it: an activation was called cheating for that."""
+    """Of its time a hundredth or less: an activation was called cheating for that."""
     verdict = judge(CHAIN, A_STEP, "triton").verdict
     assert verdict.fault in (Fault.OK, Fault.UNPROVEN), verdict
     assert verdict.trust == REPLAYED
 
 
-def test_who_finishes_a_hair_of_the_librarys_answer_is_a_decoy(judge: Judge) -> None:
+def test_of_who_finishes_a_hair_of_the_librarys_answer_nothing_is_proven(judge: Judge) -> None:
     whole = "out = (x + 1) @ w\n        out.view(-1)[:64] -= 1\n"
     source = A_STEP.replace("out = torch.empty_like(x)\n", whole).replace("return out @ w", "return out")
     source = source.replace("(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), ", "(1,)](out, out, 64, ")
     verdict = judge(CHAIN, source, "triton").verdict
-    assert (verdict.fault, verdict.rule, verdict.trust) == (Fault.CHEATING, "decoy_kernel", REPLAYED), verdict
-    assert "of the answer is right" in verdict.message
+    assert (verdict.fault, verdict.rule, verdict.trust) == (Fault.UNPROVEN, "decoy_kernel", REPLAYED), verdict
 
 
 def test_a_librarys_kernel_is_not_its_own_by_a_name(sneak: Sneak) -> None:

@@ -58,6 +58,7 @@ def of_recorded(
     own, library = own_ns(trace), library_ns(trace)
     if has_times and library >= MIN_LIBRARY_NS and own < MIN_SHARE * (own + library):
         text = f"own kernels took {100 * own / (own + library):.2f} % of the computing time"
+        text += ": nothing shows that they do the work"
         return Finding("decoy_kernel", text, evidence(trace), Fault.UNPROVEN)
     return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,8 @@ MAX_WORDS = 256 << 20
 _MORE_CPU_S = 60
 """A tool is ended at its deadline, and has used up its processor time only if nobody is there to do that: sooner, and
 whoever is late by a second would take a bomb for a fault of the host."""
+_TOOLS_A_CORE = 3
+"""At work at most: one extension has two compilers, and each has a deadline by the clock."""
 MAX_ENTRIES = 4096
 """Files and folders that a tool may leave in its folder."""
 
@@ -83,6 +86,7 @@ class BuildContext:
         self._python: dict[str, Zygote] = {}
         self._gpu_tools: Zygote | None = None
         self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(_TOOLS_A_CORE * (len(cores) or os.cpu_count() or 1))
 
     def start(self) -> None:
         self._tools.start()
@@ -136,12 +140,14 @@ class BuildContext:
         payload = msgspec.msgpack.encode(ToolCommand(command, str(folder), variables, output))
         access = Access(read=read, write=(str(folder),))
         zygote = self._gpu_zygote() if on_gpu else self._tools
-        child = zygote.spawn("kbrl_async.kernels.sandbox.tool:run", payload, (), limits, access)
-        try:
+        with (
+            self._places,
+            contextlib.closing(
+                zygote.spawn("kbrl_async.kernels.sandbox.tool:run", payload, (), limits, access)
+            ) as child,
+        ):
             isolation = isolation_of(child)
             status = child.result(deadline, lambda: is_over(folder, 2 * self.file_bytes, MAX_ENTRIES))
-        finally:
-            child.close()
         words = _words(folder, output)
         return ToolRun(status, words, isolation.level, deadline)
 

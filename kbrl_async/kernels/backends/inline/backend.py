@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
 _MAX_TEXT, _MAX_WHY = 800, 100
 _MAX_EXTENSIONS = 16
+"""Of different ones."""
 _AT_ONCE = 4
 """Of one candidate's extensions: three in a row took three times as long as one, with cores that had nothing to do."""
 _MAX_UNITS = 32
@@ -122,11 +122,14 @@ class InlineBackend(Backend):
             if isinstance(found, BuildReport):
                 return found
             extensions = found
-        each = {extension.key: extension for extension in extensions}.values()  # two may be the same
+        each = list({extension.key: extension for extension in extensions}.values())[:_MAX_EXTENSIONS]
+        reports = []
         with ThreadPoolExecutor(min(len(each), _AT_ONCE)) as pool:
-            reports = list(pool.map(functools.partial(self.unit, context=context), each))
-        if failed := next((report for report in reports if report.fault is not Fault.OK), None):
-            return failed
+            for asked in [pool.submit(self.unit, extension, context) for extension in each]:
+                if (report := asked.result()).fault is not Fault.OK:
+                    pool.shutdown(cancel_futures=True)
+                    return report
+                reports.append(report)
         artifacts = {key: address for report in reports for key, address in report.artifacts.items()}
         kernels = list(dict.fromkeys(name for report in reports for name in report.kernels))
         cached = all(report.cached for report in reports)
@@ -176,7 +179,7 @@ class InlineBackend(Backend):
             text = found.recorded.error or "the candidate called no loader"
             hint = "Call load_inline at the top level, in __init__ or in forward."
             return _report(Fault.RUNTIME_ERROR, "no_extension", text, hint)
-        return found.asked.extensions[:_MAX_EXTENSIONS]
+        return found.asked.extensions
 
 
 class CppBackend(InlineBackend):

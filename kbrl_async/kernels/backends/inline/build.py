@@ -65,7 +65,8 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _OPEN_SYMBOL = re.compile(r"undefined reference to [`']([^']+)'")
 _MISSING_HEADER = re.compile(r"(?:fatal error: |cannot open source file \")([\w./-]+\.h\w*)")
 _DISPATCHED = re.compile(r"error: [^\n]*DeprecatedTypeProperties\W[^\n]* to \W*c10::ScalarType\b")
-"""Of `AT_DISPATCH_…(x.type(), …)`."""
+_CONDITION = re.compile(r"^[ \t]*#[ \t]*(if|el)", re.MULTILINE)
+"""Torch's own headers define more than the stand-ins do."""
 _GRADIENTS = re.compile(r"requires_grad\w*\s*\((?!\s*false\s*\))")
 _WITHOUT_SPECIAL_FUNCTIONS = "-D_GLIBCXX_BITS_SPECFUN_H"
 """<cmath> leaves out Bessel functions and the like, a sixth of nvcc's time, where the text has none of their names."""
@@ -149,11 +150,17 @@ class Build:
         if reason := next(filter(None, (_needs_full(unit.text) for unit in self._extension.units)), ""):
             return BuildAttempt(unfit=reason)
         attempt = self._attempt(is_slim=True)
-        if attempt.run is not None and _DISPATCHED.search(attempt.run.output) and not self._tools.dispatches_types:
-            return msgspec.structs.replace(attempt, is_final=not attempt.is_built)
         if not attempt.open_symbols:
-            return attempt
+            return msgspec.structs.replace(attempt, is_final=self._is_final(attempt))
         return BuildAttempt(run=attempt.run, unfit=f"symbol {attempt.open_symbols[0][:80]}")
+
+    def _is_final(self, attempt: BuildAttempt) -> bool:
+        """What a unit without conditions is refused for here alone: `AT_DISPATCH_…(x.type(), …)`."""
+        if attempt.run is None or attempt.run.status in (None, 0) or self._tools.dispatches_types:
+            return False
+        errors = [line for line in attempt.run.output.splitlines() if "error: " in line]
+        texts = [self._extension.units[number].text for number in attempt.failed_units]
+        return bool(errors) and all(map(_DISPATCHED.search, errors)) and not any(map(_CONDITION.search, texts))
 
     def full(self, suspects: tuple[int, ...] = ()) -> BuildAttempt:
         """`suspects` are the units that failed the fast way: they are built first, and the others only if these pass.

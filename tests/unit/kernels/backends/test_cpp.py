@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.building.context import ToolRun
 from kbrl_async.kernels.backends.inline import backend as inline_backend
@@ -79,6 +80,9 @@ torch::Tensor asserted(torch::Tensor x) {
   AT_ASSERT(x.defined() && std::beta(1.0, 2.0) == 0.5);
   AT_ASSERTM(x.dim() == 1, "x must have one dimension, not ", x.dim());
   TORCH_CHECK(!x.type().is_cuda() && x.type().scalarType() == torch::kFloat32, "x must be of a CPU's float32");
+#if !defined(TORCH_VERSION_MAJOR) || TORCH_VERSION_MAJOR < 2
+  TORCH_CHECK(false, "torch's version is known to those that are compiled for several");
+#endif
   return x.cpu();
 }
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -304,6 +308,8 @@ def test_what_torch_itself_does_not_dispatch_is_not_built_in_full(
     )
     report = builder.build(make(f"{source}  // {dispatches}", '["scale"]'))
     assert report.toolchain.count(" full") == dispatches
+    other = builder.build(make(f"#ifdef A_MACRO_OF_TORCH\n#endif\n{source}  // {dispatches}", '["scale"]'))
+    assert other.fault is Fault.OK, "what its conditions ask may be known to torch's own headers only"
     if dispatches:
         assert report.fault is Fault.OK
     else:
@@ -326,7 +332,7 @@ class ModelNew(nn.Module):
 """
 
 
-@pytest.mark.parametrize("failing", [(), ("two",), ("one", "two")])
+@pytest.mark.parametrize("failing", [(), ("two",), ("one", "two"), ("one", "host")])
 def test_extensions_of_one_candidate_are_built_at_the_same_time(
     builder: Builder, monkeypatch: pytest.MonkeyPatch, failing: tuple[str, ...]
 ) -> None:
@@ -337,6 +343,8 @@ def test_extensions_of_one_candidate_are_built_at_the_same_time(
         name = "two" if "two()" in extension.units[0].text else "one"
         asked.append(name)
         both.wait()
+        if "host" in failing and name == "two":
+            raise InfraError("a compiler was killed", "It is tried again elsewhere")
         fault = Fault.COMPILE_ERROR if name in failing else Fault.OK
         return BuildReport(fault, {extension.key: "00"}, message=name, kernels=[name])
 

@@ -110,57 +110,42 @@ def test_a_share_is_told_where_time_tells_it_or_there_is_nothing_else() -> None:
     assert cuda_proof.told_share({"mine": 1}, own, 10_000.0, 9_000.0) == 1.0
 
 
-def test_own_kernels_next_to_nothing_are_decoys_where_the_library_makes_the_answer_too() -> None:
+def test_own_kernels_next_to_nothing_prove_nothing_where_time_says_something() -> None:
     """An activation between a convolution and a norm was called cheating for its .4 %: that is one fact, not two."""
     names = {"mine": 1, "ampere_sgemm": 1}
     assert cuda_proof.of_share(names, ["mine"], 100_000, 90_000) is None
     assert cuda_proof.of_share(names, ["mine"], 5_000, 5_000) is None
-    for right, fault in ((0.0, Fault.UNPROVEN), (0.5, Fault.UNPROVEN), (0.95, Fault.CHEATING)):
-        found = cuda_proof.of_share(names, ["mine"], 100_000, 99_900, right)
-        assert found is not None
-        assert (found.rule, found.fault) == ("decoy_kernel", fault)
+    found = cuda_proof.of_share(names, ["mine"], 100_000, 99_900)
+    assert found is not None
+    assert (found.rule, found.fault) == ("decoy_kernel", Fault.UNPROVEN)
 
 
 @pytest.mark.parametrize(
-    ("alone_ns", "left", "fault"),
+    ("alone_ns", "fault"),
     [
-        (7_000.0, "poison", None),  # by itself it takes time: what comes next only waits longer without it
-        (200.0, "poison", Fault.UNPROVEN),
-        (0.0, "poison", Fault.UNPROVEN),  # alone it faults
-        (200.0, "most of it", Fault.CHEATING),
-        (200.0, "most of it, which is zero", Fault.UNPROVEN),
+        (7_000.0, None),  # what comes next only waits longer without it
+        (9e9, None),  # who spins there alone is told no larger share
+        (200.0, Fault.UNPROVEN),
+        (0.0, Fault.UNPROVEN),  # it faults there
     ],
 )
-def test_a_small_share_is_looked_at_once_more_by_itself(alone_ns: float, left: str, fault: Fault | None) -> None:
-    sides = Mock(nominal=Mock(mutated=False, degenerate=False), limit_s=1.0, batch=1)
+def test_a_small_share_is_looked_at_once_more_by_itself(alone_ns: float, fault: Fault | None) -> None:
+    sides, drawn = Mock(nominal=Mock(mutated=False, degenerate=False), limit_s=1.0, batch=1), list[int]()
     sides.nominal.tolerances, sides.reference.slots = [Tolerance(0.0, 0.0)], [[torch.full((4,), -7.0)]]
     sides.reference.call.return_value.tensors = [None]
-    answer, drawn = torch.zeros(40), list[int]()
-
-    def expected(meta: object) -> torch.Tensor:
-        drawn.append(0)
-        answer[:] = torch.arange(40) * (10.0 + len(drawn)) + 5
-        if left.endswith("zero"):
-            answer[:38] = 0
-        return answer.clone()
-
-    def made(*slots: int) -> list[torch.Tensor]:
-        found = torch.full((1, 40), 1e9)
-        if left != "poison":
-            found[0, :38] = answer[:38]
-        return [found]
-
-    sides.reference.read = expected
+    sides.fill = lambda slots: drawn.append(slots[0])
+    sides.reference.read = lambda meta: torch.arange(40) * (10.0 + len(drawn)) + 5
     sides.differ = lambda got, wanted: difference(got[0], wanted[0], Tolerance(0.0, 0.0))
-    sides.candidate = candidate = Mock(spec=cast(Any, ReplaySession), bare_trace=None, outputs=made)
+    poison = torch.full((1, 40), 1e9)
+    sides.candidate = candidate = Mock(spec=cast(Any, ReplaySession), bare_trace=None, outputs=lambda *slots: [poison])
     candidate.own_kernels.return_value, candidate.secret_slots.return_value = ["own"], [0]
     candidate.muted.return_value, candidate.own_alone.return_value = (100_000.0, 99_600.0), alone_ns
-    candidate.is_whole_without_own.return_value, candidate.answered.return_value = True, ""
+    candidate.answered.return_value = ""
     checker = Mock()
     checker.reference.declared.backward = ""
     found = CapturedKernels(checker, sides).finding(Captured(0, {"own": 1, "library": 1}), Candidate("", "cuda"))
     assert (found and found.fault) == fault
-    assert checker.own_share == pytest.approx(max(alone_ns, 400.0) / 100_000)
+    assert checker.own_share == pytest.approx(0.004)
 
 
 def test_what_is_loaded_before_a_fork_never_asks_for_a_gpu() -> None:

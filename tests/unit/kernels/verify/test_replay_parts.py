@@ -310,6 +310,14 @@ def test_own_kernels_are_timed_by_themselves_after_a_whole_forward() -> None:
     assert made.own_alone(0, 1.0) == 0.0, "no more than a run of nothing"
     assert [(order.slots, order.left_out) for order in host.orders] == [((), ()), *[((0,), (0, 2))] * 3]
 
+    def fault(*given: object) -> None:
+        raise CandidateFault(Fault.TIMEOUT, "it waits for a counter that nobody sets back")
+
+    made._revive = (revived := Mock())  # type: ignore[method-assign]
+    host.work = fault
+    assert made.own_alone(0, 1.0) == 0.0
+    assert revived.called
+
 
 def filled(values: Sequence[float] = (1.0, 2.0, 3.0)) -> tuple[ReplaySession, Host]:
     made, host = session([1024, 1088, 1152])

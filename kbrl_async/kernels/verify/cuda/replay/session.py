@@ -371,8 +371,7 @@ class ReplaySession:
 
     def own_alone(self, slot: int, deadline_s: float) -> float:
         """Nanoseconds of the own kernels over what a whole forward over this slot has left in memory; 0 where they
-        fault on that. Beside `muted`, where a step that finds its input in no cache, because the own kernel before it
-        was left out, may take as much longer as that kernel took.
+        fault on that, or never end.
         """
         nodes = self._recording.forwards[slot].nodes
         others = tuple(number for number, node in enumerate(nodes) if not isinstance(node, Kernel))
@@ -380,8 +379,8 @@ class ReplaySession:
             nothing = self._timed(orders.Time(()), deadline_s)
             self.run(slot, deadline_s)
             return max(0.0, self._least(slot, False, deadline_s, others) - nothing)
-        except CandidateFault as fault:
-            self._needs_own(fault)
+        except CandidateFault:
+            self._revive()
             return 0.0
 
     def is_whole_without_own(self, slot: int, deadline_s: float) -> bool:

@@ -1,5 +1,5 @@
 #pragma once
-#include <kbrl/dispatch.h>
+#include <torch/all.h>
 #ifdef KBRL_PYTHON
 #include <kbrl/python.h>
 #endif

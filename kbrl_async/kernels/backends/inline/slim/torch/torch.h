@@ -1,2 +1,2 @@
 #pragma once
-#include <kbrl/dispatch.h>
+#include <torch/all.h>
