@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,21 @@ def test_the_compiler_itself_can_not_read_outside(builder: Builder, tmp_path: Pa
         workshop.close()
     assert run.status not in (0, None)
     assert "ermission" in run.output
+
+
+def test_no_more_compilers_are_at_work_than_cores_can_feed(tmp_path: Path) -> None:
+    """Each has a deadline by the clock, and a candidate may ask for many at the same time."""
+    folders = [tmp_path / str(number) for number in range(8)]
+    for folder in folders:
+        folder.mkdir()
+    command = ["/bin/sh", "-c", "date +%s%N > begun; sleep .3; date +%s%N > ended"]
+    made = BuildContext(ArtifactStore(tmp_path / "store"), CompileFarm(), cores=(0,))
+    with contextlib.closing(made) as context, ThreadPoolExecutor(8) as pool:
+        runs = list(pool.map(lambda folder: context.run(command, folder), folders))
+    assert {run.status for run in runs} == {0}, runs
+    spans = [[int((folder / name).read_text()) for name in ("begun", "ended")] for folder in folders]
+    at_work = [sum(begun <= moment < ended for begun, ended in spans) for moment, _ in spans]
+    assert max(at_work) <= 3
 
 
 def test_a_missing_compiler_names_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, candidate: Make) -> None:
