@@ -163,13 +163,14 @@ class Bench:
 
     def _tried(self, job: _Job) -> tuple[Family, Verdict, Timing | None]:
         """More than once, where memory may be lacking because of others, who are waited for: a short while, and before
-        the last time for all of the device, a minute at most. What ends with a verdict is judged twice at most.
+        the last time for all of the device, a minute at most. What ends with a verdict is judged twice at most; but for
+        what found no memory for its proof or its timing, after it was right where there was enough.
         """
         for left in reversed(range(_TRIES)):
             try:
                 family, verdict, timed = self._judged_by(job)
-                is_first = left == _TRIES - 1
-                if not (self._is_for_want_of_memory(verdict) and is_first and self._device.has_neighbours):
+                may_find_more = left == _TRIES - 1 or (left > 0 and _was_right(verdict))
+                if not (may_find_more and self._is_for_want_of_memory(verdict) and self._device.has_neighbours):
                     break
             except NoMemory:
                 if not left:
@@ -442,6 +443,11 @@ class Bench:
         finally:
             stopwatch.close()
             reference.release(twin)
+
+
+def _was_right(verdict: Verdict) -> bool:
+    """On all sets, before it found no memory."""
+    return verdict.fault is Fault.OUT_OF_MEMORY and 0 < verdict.passed == verdict.total
 
 
 def _is_clearly_slower(timed: Timing, options: BenchOptions) -> bool:

@@ -107,6 +107,16 @@ def test_a_candidate_beside_others_that_finds_no_memory_is_judged_once_more() ->
     assert judged([out], _Alone)[0].fault is Fault.OUT_OF_MEMORY
 
 
+def test_who_was_right_before_it_found_no_memory_waits_for_all_of_it_once() -> None:
+    """Its ten sets had passed when its proof wanted 4 GiB more, of which the other verifier had left 3.65."""
+    out = Verdict(Fault.OUT_OF_MEMORY, passed=10, total=10)
+    verdict, references = judged([out, out])
+    assert verdict.fault is Fault.OK
+    assert [way.kwargs["is_last"] for way in references.give_way.call_args_list] == [False, True]
+    assert judged([out] * 3)[0].fault is Fault.OUT_OF_MEMORY, "it asks for more than there is"
+    assert judged([Verdict(Fault.OUT_OF_MEMORY, passed=9, total=10)] * 2)[0].fault is Fault.OUT_OF_MEMORY
+
+
 def test_what_is_wrong_beside_others_for_want_of_memory_is_judged_once_more() -> None:
     """A transposed convolution that found too little memory was six times its tolerance off."""
     wrong = Verdict(Fault.INCORRECT, trust=OBSERVED, trust_reason="its inputs take too much memory to be held twice")
