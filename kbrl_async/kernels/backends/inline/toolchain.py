@@ -162,7 +162,7 @@ def _is_whole(nvcc: Path) -> bool:
 def slim_version() -> str:
     """Of the stand-in headers and of what writes their generated half."""
     digest = hashlib.sha256()
-    for path in sorted([*SLIM.rglob("*.h"), *Path(__file__).parent.glob("*.py")]):
+    for path in sorted([*SLIM.rglob("*.h"), *SLIM.rglob("*.cuh"), *Path(__file__).parent.glob("*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -79,6 +79,23 @@ def test_a_cuda_candidate_is_built_without_a_gpu(builder: Builder) -> None:
 
 
 @pytest.mark.usefixtures("never_full")
+def test_atomics_and_headers_that_others_name_need_no_full_build(builder: Builder) -> None:
+    """66 of 69 files of two libraries of CUDA operators were built in full, most for the first of these."""
+    names = ("ATen/cuda/Atomic.cuh", "ATen/DeviceGuard.h", "ATen/core/TensorBase.h", "torch/serialize/tensor.h")
+    includes = "".join(f"#include <{name}>\n" for name in names)
+    kinds = ("float", "double", "int", "int64_t", "at::Half", "at::BFloat16", "uint8_t", "int8_t", "int16_t")
+    adds = "".join(
+        f"__global__ void add{n}({kind}* x) {{ gpuAtomicAdd(x, {kind}(1)); atomicAdd(x, {kind}(1)); }}\n"
+        for n, kind in enumerate(kinds)
+    )
+    report = builder.build(
+        Candidate(CANDIDATE.replace("torch::Tensor run", includes + adds + "torch::Tensor run", 1), "cuda")
+    )
+    assert (report.fault, report.message) == (Fault.OK, "")
+    assert {f"add{n}" for n in range(len(kinds))} <= set(report.kernels)
+
+
+@pytest.mark.usefixtures("never_full")
 def test_what_a_capture_must_hold_is_on_the_threads_own_stream_and_waits_for_nothing(builder: Builder) -> None:
     """So that a forward over an extension can be captured: as it was built, `<<<…>>>` alone was in no graph. Host code
     beside the kernels is built by another compiler; it copies, so that its calls are told from theirs."""

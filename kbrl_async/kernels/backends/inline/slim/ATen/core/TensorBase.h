@@ -1,0 +1,2 @@
+#pragma once
+#include <kbrl/tensor.h>
