@@ -206,6 +206,28 @@ def test_same_values_means_same_bits() -> None:
     assert not same_values(torch.ones(2), torch.ones(2).double())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("spoilt", ["", "a value", "a NaN", "infinities"])
+@pytest.mark.parametrize("honest", [0.0, 0.5])
+def test_parts_that_fit_into_a_cache_give_the_same_result(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, spoilt: str, honest: float
+) -> None:
+    """New memory of a large tensor cost several times what was done with it."""
+    expected = torch.randn(7, 143, generator=torch.Generator().manual_seed(0)).to(dtype)
+    got, allowed = expected * (1 + 1e-7), Tolerance(1e-3, 1e-3, honest)
+    got[3, 5] += 0.0005
+    if spoilt == "infinities":
+        got[2, 7] = expected[2, 7] = float("inf")
+    elif spoilt:
+        got[2, 7] = float("nan") if spoilt == "a NaN" else 9.0
+    whole = compare.difference(got, expected, allowed), compare.agrees(got, expected, allowed)
+    monkeypatch.setattr(compare, "CACHED", 100)
+    parts = compare.difference(got, expected, allowed), compare.agrees(got, expected, allowed)
+    assert repr(parts) == repr(whole), "a NaN is no equal of itself"
+    across = compare.difference(got.t(), expected.t(), allowed)
+    assert (across.wrong, across.nans) == (whole[0].wrong, whole[0].nans)
+
+
 @pytest.mark.parametrize("wrong", [(), (3,), (70, 71, 149), (149,)])
 @pytest.mark.parametrize("bad", [9.0, float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
