@@ -306,12 +306,15 @@ class CpuReplays:
             limit_s = self._options.reference_deadline_s
             work, _ = self._recorded(owner, session, {}, session.record(0, limit_s), lambda: limit_s)
             replay, is_right = self._checked(owner, zygote, work)
-            replay.close()
         except NoReplay as reason:
             return str(reason)
         except CandidateFault as fault:
             return fault.text
-        return work if is_right else "its recorded work gives other results when it is done again"
+        if is_right:
+            self.keep(replay)  # the first candidate's, which is timed next
+            return work
+        replay.close()
+        return "its recorded work gives other results when it is done again"
 
     def _checked(self, owner: Owner, zygote: Zygote, work: Work) -> tuple[Session, bool]:
         session = CpuReplaySession(zygote, work, {}, self._options.limits, self._options.reference_deadline_s)
