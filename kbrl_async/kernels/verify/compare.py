@@ -108,11 +108,12 @@ def _cached_parts(a: torch.Tensor, b: torch.Tensor) -> list[tuple[torch.Tensor, 
     """Of large ones on a processor, so that what comes in between stays in its cache: new memory of a large tensor
     costs several times what is done with it. Else none.
     """
-    if b.numel() <= CACHED or not b.is_floating_point():
+    size = min(CACHED, CHUNK)
+    if b.numel() <= size or not b.is_floating_point():
         return []
     if not all(one.is_cpu and one.is_contiguous() and not one.requires_grad for one in (a, b)):
         return []
-    return list(zip(slices(a.view(-1), CACHED), slices(b.view(-1), CACHED), strict=True))
+    return list(zip(slices(a.view(-1), size), slices(b.view(-1), size), strict=True))
 
 
 def _passed(parts: list[tuple[torch.Tensor, torch.Tensor]], total: int, allowed: Tolerance) -> Difference | None:
