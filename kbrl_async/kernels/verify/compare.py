@@ -121,18 +121,24 @@ def _passed(parts: list[tuple[torch.Tensor, torch.Tensor]], total: int, allowed:
     if allowed.exact:
         return None
     first = _wide_enough(parts[0][1])
-    errors, limits, largest = torch.empty_like(first), torch.empty_like(first), torch.finfo(first.dtype).max
+    errors, limits = torch.empty_like(first), torch.empty_like(first)
     worst = (-1.0, 0.0)
     for one, other in parts:
         got, expected = _wide_enough(one), _wide_enough(other)
         error = torch.sub(got, expected, out=errors[: got.numel()]).abs_()
-        limit = torch.abs(expected, out=limits[: got.numel()]).mul_(allowed.relative).add_(allowed.absolute)
-        if not bool((error <= limit.clamp_(allowed.honest, largest)).all()):
+        limit = _limit(expected, allowed, limits[: got.numel()])
+        if not bool((error <= limit).all()):
             return None
         most, place = error.max(0)
         if float(most) > worst[0]:
             worst = float(most), float(limit[place])
     return Difference(0, total, *worst)
+
+
+def _limit(expected: torch.Tensor, allowed: Tolerance, out: torch.Tensor | None = None) -> torch.Tensor:
+    """What each element may be off by; finite, because what is to be infinite must be."""
+    limit = torch.abs(expected, out=out).mul_(allowed.relative).add_(allowed.absolute)
+    return limit.clamp_(allowed.honest, torch.finfo(limit.dtype).max)
 
 
 def is_all(block: torch.Tensor, byte: int) -> bool:
@@ -226,11 +232,7 @@ def _of_all(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Di
         return _difference(wrong, error, torch.zeros_like(error), got, expected)
     got, expected = _wide_enough(got), _wide_enough(expected)
     error = (got - expected).abs()
-    if allowed.exact:
-        limit = torch.zeros_like(error)
-    else:
-        limit = expected.abs() * allowed.relative + allowed.absolute
-        limit.clamp_(allowed.honest, torch.finfo(limit.dtype).max)  # what is to be infinite must be
+    limit = torch.zeros_like(error) if allowed.exact else _limit(expected, allowed)
     passes = error <= limit
     if bool(passes.all()):
         worst = int(error.argmax())
