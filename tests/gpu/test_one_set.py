@@ -1,4 +1,6 @@
-"""Large problems, one set at a time: the peak of a verification on a GPU against what was predicted of it."""
+"""Large problems, one set at a time: the peak of a verification on a GPU against what was predicted of it, and what
+lies on the host because it does not fit.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
+from kbrl_async.kernels.verify.known import Place
 from protocols.records import Candidate, Fault, Problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
@@ -69,11 +72,17 @@ class Watch(threading.Thread):
         self.join()
 
 
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    share = BUDGET / torch.cuda.get_device_properties(0).total_memory
+@contextlib.contextmanager
+def bench_with(budget: int) -> Iterator[Bench]:
+    share = budget / torch.cuda.get_device_properties(0).total_memory
     options = bench_options(TimingBench(deadline_s=300.0), device="cuda:0", memory_share=share)
     with zygote_for("cuda:0") as zygote, contextlib.closing(Bench(zygote, options, random.Random(1))) as made:
+        yield made
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with bench_with(BUDGET) as made:
         yield made
 
 
@@ -108,3 +117,60 @@ def test_a_set_that_was_lent_is_the_one_that_was_checked(bench: Bench) -> None:
         assert [float(t.double().sum()) for t in (*one.blocks, *one.expected)] == before, one.name
         a, b, c = one.blocks
         assert torch.equal(torch.relu(a[:4096] - b[:4096] * c[:4096]), one.expected[0].flatten()[:4096])
+
+
+FAR = {
+    "inputs of 2 GiB": (
+        PROBLEM.format(forward="return given[0].sum(1)", inputs="torch.rand(128, 2048, 2048)"),
+        Place(inputs=True),
+        3.4,
+    ),
+    "weights of 2 GiB": (
+        PROBLEM.format(forward="return self.linear(given[0])", inputs="torch.rand(16, 32768)").replace(
+            "    def forward",
+            "    def __init__(self):\n        super().__init__()\n"
+            "        self.linear = nn.Linear(32768, 16384, bias=False)\n\n    def forward",
+        ),
+        Place(weights=True),
+        6.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("slower", [1, 4])
+@pytest.mark.parametrize("name", FAR)
+def test_what_lies_on_the_host_is_judged_and_timed_all_the_same(name: str, slower: int) -> None:
+    source, place, gib = FAR[name]
+    again = "".join("        super().forward(*given)\n" for _ in range(slower - 1))
+    candidate = source + (
+        f"\n\nclass ModelNew(Model):\n    def forward(self, *given):\n{again}        return super().forward(*given)\n"
+    )
+    problem, budget = Problem("L1/01_large", 1, "large", source), int(gib * 2**30)
+    with bench_with(budget) as bench:
+        bench.references.get(problem)
+        bench.references.forget()
+        with Watch() as watch:
+            found = bench.evaluate(problem, Candidate(candidate, "torch"), {})
+        reference = next(iter(bench.references.kept.values())).references[0]
+        assert isinstance(reference, CudaReference)
+        assert reference.place == place
+        assert found.verdict.fault is Fault.OK, found.verdict
+        assert watch.peak < 1.1 * reference.needed + BESIDE, (watch.peak, reference.needed)
+        assert found.timing is not None
+        assert 0.8 < found.timing.speedup * slower < 1.25, found.timing
+        assert slower > 1 or found.timing.lo <= 1 <= found.timing.hi, found.timing
+        bench.references.forget()
+        assert bench.references.get(problem).references[0].host_bytes > 1 << 30, "made once more"
+
+
+def test_one_that_is_wrong_by_a_single_value_is_found_from_the_host() -> None:
+    source, _, gib = FAR["inputs of 2 GiB"]
+    wrong = source.replace("Model(", "ModelNew(").replace("given[0].sum(1)", "given[0].sum(1).index_add_(0, *self.o())")
+    wrong = wrong.replace(
+        "    def forward",
+        "    def o(self):\n        one = torch.zeros(1, 2048, device='cuda')\n        one[0, 7] = 1.0\n"
+        "        return torch.tensor([3], device='cuda'), one\n\n    def forward",
+    )
+    with bench_with(int(gib * 2**30)) as bench:
+        found = bench.evaluate(Problem("L1/01_large", 1, "large", source), Candidate(wrong, "torch"), {}, timing=False)
+    assert found.verdict.fault is Fault.INCORRECT, found.verdict

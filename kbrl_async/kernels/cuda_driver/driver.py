@@ -21,7 +21,7 @@ from kbrl_async.kernels.cuda_driver.calls import (
     MemsetParams,
 )
 
-_ON_DEVICE, _PINNED, _POSIX_FD, _READ_WRITE = 1, 1, 1, 3
+_ON_DEVICE, _ON_HOST, _PINNED, _POSIX_FD, _READ_WRITE = 1, 3, 1, 1, 3
 _EVENT_DEFAULT = 0
 _ACCESS_POLICY_WINDOW = 1
 _MAX_THREADS, _STATIC_SHARED, _LOCAL, _REGISTERS, _MAX_DYNAMIC_SHARED = 0, 1, 3, 4, 8
@@ -192,9 +192,12 @@ class Driver:
     def granularity(self, device: int) -> int:
         return int(self._out("cuMemGetAllocationGranularity", _size, ctypes.byref(_prop(device)), 1))
 
-    def create(self, size: int, device: int) -> int:
-        """Handle of new physical memory that can be exported."""
-        return int(self._out("cuMemCreate", _u64, size, ctypes.byref(_prop(device)), 0))
+    def create(self, size: int, device: int, is_on_host: bool = False) -> int:
+        """Handle of new physical memory that can be exported: the device's, or pinned memory of the host."""
+        prop = _prop(device)
+        if is_on_host:
+            prop.location = Location(_ON_HOST, 0)
+        return int(self._out("cuMemCreate", _u64, size, ctypes.byref(prop), 0))
 
     def allocate(self, size: int) -> int:
         """Address of new memory that nobody else can be given."""
@@ -242,9 +245,13 @@ class Driver:
         self.call("cuMemUnmap", address, size)
         self.call("cuMemRelease", handle)
 
-    def unmap(self, address: int, size: int, handle: int) -> None:
+    def clear(self, address: int, size: int) -> None:
+        """The addresses are free again; the memory that was behind them stays its handle's."""
         self.call("cuMemUnmap", address, size)
         self.call("cuMemAddressFree", address, size)
+
+    def unmap(self, address: int, size: int, handle: int) -> None:
+        self.clear(address, size)
         self.call("cuMemRelease", handle)
 
     def event(self) -> int:

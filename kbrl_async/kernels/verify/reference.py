@@ -330,11 +330,16 @@ class Reference:
             )
             more = {"drawn": self.drawn_beside, "owned": owned, "apart": self.kept_draws, "wide": max(1, wide)}
             sizes = msgspec.structs.replace(sizes, frees=self.frees, **more)
+        sizes = self._placed(sizes, memory)
         sizes.refuse(self.problem.problem_id, memory)
         self.keeps_sets &= sizes.are_kept(memory, self._options.pool, self._options.slots)
         self.widens &= sizes.widened <= memory
         self.needed = sizes.peak(self.keeps_sets, self.widens, self._options.pool, self._options.slots)
         return self.keeps_sets, self.widens
+
+    def _placed(self, sizes: Sizes, memory: int) -> Sizes:
+        """On a processor everything is the host's."""
+        return sizes
 
     @property
     def state_bytes(self) -> int:

@@ -201,6 +201,12 @@ class Export(msgspec.Struct, frozen=True, tag="export"):
     """Memory that torch has freed stays with the process, which will ask for as much again."""
 
 
+class Move(msgspec.Struct, frozen=True, tag="move"):
+    """On a GPU: the arena's bytes lie in other memory now, whose descriptor travels along. Map that where it was, and
+    give the old memory back.
+    """
+
+
 class Mute(msgspec.Struct, frozen=True, tag="mute"):
     """Replay the graph of slot 0 with these kernels left out, and time it."""
 
@@ -246,7 +252,7 @@ class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
 
 
 Reply = Confined | Ready | Drawn | Done | Captured | Taped | Timed | Failed | Recorded
-Order = Draw | Attach | Export | Mute | Rest
+Order = Draw | Attach | Export | Move | Mute | Rest
 RecorderOrder = Map | RecordForward
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode

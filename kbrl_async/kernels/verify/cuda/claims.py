@@ -97,5 +97,6 @@ class Claims:
         return least[id(self._sides.candidate)] - least[id(self._sides.reference)]
 
     def _many(self, session: TimedSide, times: int) -> TimedCall:
+        self._sides.bring(session)
         limit = max(self._sides.limit_s, times * self._sides.limit_s / 10)
         return session.events(times, limit) if self._sides.refused else session.replay(times, limit)

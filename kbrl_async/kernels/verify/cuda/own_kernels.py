@@ -232,6 +232,7 @@ class CapturedKernels:
         The last: whether the library found too little memory for it.
         """
         sides, reference = self._sides, self._sides.reference
+        sides.bring(candidate)
         if not self._checker.reference.keeps_sets:
             candidate.call(wire.OP_FREE, 0, sides.limit_s)  # of its graphs and earlier answers
         sides.fill([0])

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+import psutil
 import torch
 
 from kbrl_async.errors import ProblemError
@@ -32,7 +33,7 @@ from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import PrewarmedChildren
 from kbrl_async.kernels.verify.cuda.record.session import Recorders
 from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedSide
-from kbrl_async.kernels.verify.known import Draws, Held, Redrawn, Sizes, outlines, size_of
+from kbrl_async.kernels.verify.known import Draws, Held, Place, Redrawn, Sizes, outlines, size_of
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
@@ -59,6 +60,8 @@ _ROOM_SHARE = 0.4
 """As much as this of the bench's memory must be free before another reference is made; less, where benches share it."""
 _SETTINGS = re.compile(r"\b(backends|environ|set_\w+|use_deterministic_algorithms)\b")
 """A problem whose text changes settings of its process has that process to itself."""
+_HOST_SHARE = 0.5
+"""Of the host's memory that is free, what one reference may pin."""
 _KEPT_SHARE = 0.25
 """Of the bench's memory, for all references kept: an engine or learner that starts anew needs its own again."""
 
@@ -112,6 +115,7 @@ class CudaReference(Reference):
         self._where = torch.device(options.device)
         self._zygote = zygote
         self._weights: DeviceArena | None = None
+        self.place = Place()
         self._drawn: list[DeviceArena] = []
         self._outs: list[wire.TensorMeta] = []
         self.plan, self.forward_ns = ReferencePlan(options.slots, 1), 0.0
@@ -128,7 +132,10 @@ class CudaReference(Reference):
             session = CudaSession(zygote, setup, (), options.limits, options.reference_deadline_s, self._homes)
             metas = [*session.ready.init_tensors, *(meta for _, meta in session.ready.weights)]
             try:
-                self._weights = session.fetch(metas, options.reference_deadline_s) if metas else None
+                if metas:
+                    sizes = Sizes(0, weights=sum(values.size_of_meta(meta) for _, meta in session.ready.weights))
+                    is_far = self._fitting(sizes, self.plannable_bytes()).place.weights
+                    self._weights = session.fetch(metas, options.reference_deadline_s, is_far)
             except BaseException:
                 session.close()
                 raise
@@ -189,7 +196,7 @@ class CudaReference(Reference):
         if self._weights is None:
             yield ()
             return
-        copied = DeviceArena.new(self._weights.size, self._where)
+        copied = DeviceArena.new(self._weights.size, self._where, self._weights.is_on_host)
         copied.raw.copy_(self._weights.raw)
         torch.cuda.synchronize()
         fd = copied.export()
@@ -207,6 +214,9 @@ class CudaReference(Reference):
 
     def attach(self, session: Judged) -> None:
         assert isinstance(session, TimedSide)
+        assert isinstance(self.session, CudaSession)
+        if self.place.inputs:
+            self.session.move(to_host=True)
         session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs)
         if isinstance(session, CudaSession) and session is not self.session:
             self.spares.refill()  # the next one gets ready while this one is being checked
@@ -239,12 +249,29 @@ class CudaReference(Reference):
         self._close_drawn()
         (inputs, outputs), memory = self.ready.outline, self.plannable_bytes()
         draws, slots = self._options.pool, self._options.slots
-        sizes = Sizes(inputs, outputs, self.state_bytes, frees=self.frees)
+        self.place = Place()
+        sizes = self._placed(Sizes(inputs, outputs, self.state_bytes, frees=self.frees), memory)
         sizes.refuse(self.problem.problem_id, memory)
         is_kept, widens = sizes.are_kept(memory, draws, slots), sizes.widened <= memory
         planned = sizes.peak(is_kept, widens, draws, slots) if outputs else 0
-        self._claim(max(planned, msgspec.structs.replace(sizes, drawn=inputs).made))
+        # the first draw goes to the host right away, where the arena lies there
+        first = sizes if self.place.inputs else msgspec.structs.replace(sizes, drawn=inputs)
+        self._claim(max(planned, first.made))
         super()._prepare()
+
+    def _fitting(self, sizes: Sizes, memory: int) -> Sizes:
+        inside = max(self.inside, 2 * self.inside - sizes.outputs)
+        return sizes.placed(memory, inside, int(_HOST_SHARE * psutil.virtual_memory().available))
+
+    def _placed(self, sizes: Sizes, memory: int) -> Sizes:
+        """What was on the host once stays there until the next secrets are drawn."""
+        found = self._fitting(sizes, memory).place
+        self.place = Place(self.place.inputs or found.inputs, self.place.weights or found.weights)
+        assert isinstance(self.session, CudaSession)
+        self.session.is_far = self.place.inputs
+        if self._weights is not None:
+            self._weights.move(to_host=self.place.weights)
+        return msgspec.structs.replace(sizes, place=self.place)
 
     def _close_drawn(self) -> None:
         while self._drawn:
@@ -310,7 +337,7 @@ class CudaReference(Reference):
 
     @property
     def kept_draws(self) -> int:
-        return sum(arena.size for arena in self._drawn)
+        return sum(arena.device_bytes for arena in self._drawn)
 
     def _planned(self, outputs: list[torch.Tensor], mutated: bool = False) -> tuple[bool, bool]:
         """What forward needs inside it needs on one side after the other, and on both where they are captured to be
@@ -376,10 +403,16 @@ class CudaReference(Reference):
 
     @property
     def device_bytes(self) -> int:
-        session = self.session
-        assert isinstance(session, CudaSession)
-        arenas = sum(arena.size for arena in (*self._drawn, self._weights, session.shared) if arena is not None)
-        return arenas + sum(size_of(one.known.held) for one in self.sets)
+        return sum(arena.device_bytes for arena in self._arenas) + sum(size_of(one.known.held) for one in self.sets)
+
+    @property
+    def host_bytes(self) -> int:
+        return super().host_bytes + sum(arena.size - arena.device_bytes for arena in self._arenas)
+
+    @property
+    def _arenas(self) -> list[DeviceArena]:
+        assert isinstance(self.session, CudaSession)
+        return [arena for arena in (*self._drawn, self._weights, self.session.shared) if arena is not None]
 
 
 def memory_of(options: BenchOptions) -> int:

@@ -246,6 +246,10 @@ class CudaRunner(runner.Runner):
         elif isinstance(order, wire.Export):
             given = DeviceArena.received(fds[0], order.size, self._where) if fds else None
             self._export(given, order.keeps_freed)
+        elif isinstance(order, wire.Move):
+            assert self._shared is not None, "what is moved was attached before"
+            self._shared.replace(fds[0])
+            self.channel.send(wire.encode(wire.Ready()))
         elif isinstance(order, wire.Mute):
             self._mute(order)
         elif isinstance(order, wire.Rest):

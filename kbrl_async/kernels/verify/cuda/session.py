@@ -102,6 +102,8 @@ class CudaSession(Session):
     gives_back = True
     is_widened = False
     """Whether its arena has room for outputs in fp64: a reference's."""
+    is_far = False
+    """Whether its arena lies on the host unless it is being timed: a reference's, where the GPU can't hold two."""
     forward_ns = math.inf
     keeps_freed = False
     """Whether its process keeps what a draw leaves free: ordinary forwards of it are being timed, and would have to ask
@@ -225,20 +227,20 @@ class CudaSession(Session):
         self._metas, self._outputs_at = metas, end
         self._outs, end = place_outputs(outs or [], slots, end, self.is_widened)
         fds: tuple[int, ...] = ()
-        if self.shared is None or not least_bytes or max(end, least_bytes) > self.shared.size:
+        shared = self.shared if least_bytes else None
+        if shared is None or max(end, least_bytes) > shared.size or shared.is_on_host is not self.is_far:
             with span("arenas of children"):
                 if self.shared is not None:
                     self.shared.close()
-                self.shared = DeviceArena.new(max(end, least_bytes), self._where)
-                fds = (self.shared.export(),)
+                self.shared = shared = DeviceArena.new(max(end, least_bytes), self._where, self.is_far)
+                fds = (shared.export(),)
         targets = [[_moved(meta, slot * step) for meta, step in self._outs] for slot in range(slots)]
-        order = wire.Attach(self.shared.size, tree, metas, self._outputs_at if outs is not None else -1, targets)
+        order = wire.Attach(shared.size, tree, metas, self._outputs_at if outs is not None else -1, targets)
         try:
             self._send(wire.encode(order), *fds)
         finally:
             for fd in fds:
                 os.close(fd)
-        shared = self.shared
         self.slots = [[values.flat(shared.view(meta)) for meta in placed] for placed in metas]
         with span("arenas of children, there"):
             self._expect(wire.Ready, 30.0)
@@ -250,10 +252,25 @@ class CudaSession(Session):
         finally:
             os.close(fd)
 
-    def fetch(self, metas: list[wire.TensorMeta], deadline_s: float) -> DeviceArena:
-        """The tensors that the child described last, in memory of our own from now on."""
+    def move(self, to_host: bool) -> None:
+        """Its arena. Whoever stood still does so again.
+
+        :raises CudaError: the memory is not there.
+        """
+        assert self.shared is not None
+        if not self.shared.move(to_host):
+            return
+        was_frozen = self._frozen
+        self.thaw()
+        self._send_arena(wire.Move(), self.shared)
+        self._expect(wire.Ready, 30.0)
+        if was_frozen:
+            self._frozen = self._child.freeze()
+
+    def fetch(self, metas: list[wire.TensorMeta], deadline_s: float, is_far: bool = False) -> DeviceArena:
+        """The tensors that the child described last, in memory of our own from now on: the host's where `is_far`."""
         end = max((meta.place + _bytes(meta) for meta in metas), default=0)
-        arena = DeviceArena.new(end, self._where)
+        arena = DeviceArena.new(end, self._where, is_far)
         try:
             self._send_arena(wire.Export(arena.size), arena)
             self._expect(wire.Ready, deadline_s)
@@ -271,7 +288,7 @@ class CudaSession(Session):
         self.thaw()
         self._child.channel.send(wire.encode(wire.Draw(seed, more=more)))
         drawn = self._expect(wire.Drawn, deadline_s)
-        arena = self.fetch(drawn.tensors, deadline_s)
+        arena = self.fetch(drawn.tensors, deadline_s, self.is_far)
         return drawn.tree, [arena.view(meta) for meta in drawn.tensors], arena
 
     def lent(self, seed: int, deadline_s: float) -> tuple[wire.Tree, list[torch.Tensor], DeviceArena | None]:

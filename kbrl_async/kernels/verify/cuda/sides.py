@@ -48,6 +48,9 @@ def batch_for(plan: ReferencePlan, reference_ns: float, candidate_ns: float) -> 
 class Sides:
     """Of one candidate that is right so far, and `twin`, a child of its reference's."""
 
+    takes_turns = False
+    """Whether the GPU has room for one of both arenas only."""
+
     def __init__(self, checker: Checker, twin: Session, rng: random.Random) -> None:
         assert isinstance(checker.reference, CudaReference)
         assert isinstance(twin, CudaSession)
@@ -66,6 +69,7 @@ class Sides:
             self.batch = 1
         self.refused = ""
         """Why a forward can't be captured, so that an ordinary one is timed."""
+        self.takes_turns = checker.reference.place.inputs
 
     def fill(self, slots: list[int]) -> None:
         """The same fresh values in both arenas."""
@@ -73,6 +77,16 @@ class Sides:
             places = [self.reference.slots[slot], self.candidate.slots[slot]]
             self._rng.shuffle(places)
             self._pool.mix(places, self._rng)
+
+    def bring(self, side: TimedSide) -> None:
+        """This one's arena to the GPU, where it is not there already, and the other's to the host before."""
+        for one in (self.reference, self.candidate) if self.takes_turns else ():
+            if one is not side:
+                assert isinstance(one, CudaSession)
+                one.move(to_host=True)
+        if self.takes_turns:
+            assert isinstance(side, CudaSession)
+            side.move(to_host=False)
 
     def keep_freed(self, is_kept: bool) -> None:
         """See `CudaSession.keeps_freed`."""
@@ -96,7 +110,9 @@ class Sides:
 
     def _capture(self) -> wire.Captured:
         count, limit = self.batch, CAPTURE_S + self.limit_s
+        self.bring(self.reference)
         reference = self.reference.capture(count, max(limit, 60.0))
+        self.bring(self.candidate)
         captured = self.candidate.capture(count, limit)
         refused = captured.refused or (f"the reference: {reference.refused}" if reference.refused else "")
         self.refused = clean(refused)[:_MAX_REASON]

@@ -25,6 +25,7 @@ import math
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 import msgspec
 import torch
@@ -90,6 +91,8 @@ class CudaStopwatch:
         self._sides = Sides(checker, twin, rng)
         self._claims = Claims(checker, self._sides)
         self._slot = self._pairs = 0
+        self._apart_s = 0.0
+        """Seconds that are not charged to the measurement's cap."""
         self._kernels: dict[str, int] = {}
         self._ballast: list[DeviceArena] = []
         self._moved: TimedSide = self._sides.reference if rng.random() < 0.5 else self._sides.candidate
@@ -134,7 +137,8 @@ class CudaStopwatch:
             return None
         try:
             self._wait_for_others()
-            measured = measure(self._pair, _recipe(self._options.recipe, not self._sides.refused))
+            recipe = _recipe(self._options.recipe, not self._sides.refused)
+            measured = measure(self._pair, recipe, lambda: time.monotonic() - self._apart_s)
             with span("audited"):
                 self._claims.audit()
         except CandidateFault as fault:
@@ -150,13 +154,13 @@ class CudaStopwatch:
         both = (sides.reference, candidate)
         sides.keep_freed(bool(sides.refused))
         sides.fill(list(range(sides.plan.slots if sides.refused else sides.batch)))
-        if sides.refused:
-            empties = [s.event(0, limit).empty_ns for s in both]
-        else:
-            is_warm = candidate.is_trusted and _LONG_CALL_NS <= candidate.forward_ns < math.inf
-            for session in both[:1] if is_warm else both:
+        is_warm = candidate.is_trusted and _LONG_CALL_NS <= candidate.forward_ns < math.inf
+        empties = []
+        for session in both:
+            sides.bring(session)
+            if not (sides.refused or (is_warm and session is candidate)):
                 session.replay(1 if candidate.is_trusted else 2, 4 * limit)
-            empties = [s.replay(0, limit).empty_ns for s in both]
+            empties.append((session.event if sides.refused else session.replay)(0, limit).empty_ns)
         self._empty: float = min(empties)
 
     def _wait_for_others(self) -> None:
@@ -170,8 +174,8 @@ class CudaStopwatch:
     def _pair(self) -> Pair:
         self._tick()
         every = self._options.recipe.pairs_a_place
-        if every and self._pairs and self._pairs % every == 0:
-            self._move()
+        if every and self._pairs and self._pairs % every == 0 and not self._sides.takes_turns:
+            self._move()  # who takes turns has other memory in each call
         self._pairs += 1
         if self._rng.random() < _LEFT_OUT:
             self._sides.fill(list(range(self._sides.batch)))
@@ -179,13 +183,13 @@ class CudaStopwatch:
         count = 1 if self._sides.refused else self._sides.batch
         self._slot = (self._slot + 1) % self._sides.plan.slots if self._sides.refused else 0
         slots = list(range(self._slot, self._slot + count))
-        with span("pairs: filled"):
+        with span("pairs: filled"), self._apart():
             self._sides.fill(slots)
         sides: list[TimedSide] = [self._sides.reference, self._sides.candidate]
         self._rng.shuffle(sides)
         with span("pairs: run"):
             samples = {id(side): self._sample(side) for side in sides}
-        with span("pairs: compared"):
+        with span("pairs: compared"), self._apart():
             self._sides.check(self._slot, count)
         reference, candidate = samples[id(self._sides.reference)], samples[id(self._sides.candidate)]
         self._claims.note(reference, candidate)
@@ -194,6 +198,16 @@ class CudaStopwatch:
             mhz, fault = self._clock()
         self._faults[fault] += bool(fault)
         return Pair(*net, waited=float(fault == "shared"), polluted=bool(fault), mhz=mhz)
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """What is done between the calls of a problem whose inputs are drawn anew each time takes seconds: charged to
+        the cap, it would leave two pairs, whose interval says nothing.
+        """
+        begun = time.monotonic()
+        yield
+        if not self._checker.reference.keeps_sets:
+            self._apart_s += time.monotonic() - begun
 
     def _move(self) -> None:
         """Other memory for one side's inputs and outputs, in turns: where they lie is a bias of its own."""
@@ -231,6 +245,8 @@ class CudaStopwatch:
         return max(_FLOOR_NS, sample.elapsed_ns - self._empty) / count
 
     def _sample(self, session: TimedSide) -> TimedCall:
+        with self._apart():
+            self._sides.bring(session)
         # Of the reference, too: both find the GPU as the same work of ours left it.
         session.poison(None if self._sides.refused else self._sides.batch)
         limit = self._sides.limit_s

@@ -15,13 +15,19 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
+from kbrl_async.errors import ProblemError
 from kbrl_async.kernels import settings as sections
 from kbrl_async.kernels.verify import bench_options, values, wire
 from kbrl_async.kernels.verify.cuda import reference, runner, session
 from kbrl_async.kernels.verify.cuda.record import child
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
+from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
+from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from kbrl_async.kernels.verify.cuda.session import CudaSession
+from kbrl_async.kernels.verify.cuda.sides import Sides
 from kbrl_async.kernels.verify.hoarding import Crowded
+from kbrl_async.kernels.verify.input_set import place
+from kbrl_async.kernels.verify.known import Place, Sizes
 from kbrl_async.kernels.verify.session import CandidateFault, Submission
 from protocols.records import Fault, Problem
 
@@ -45,16 +51,17 @@ class Arena:
 
     made = 0
 
-    def __init__(self, fd: int, size: int) -> None:
+    def __init__(self, fd: int, size: int, is_on_host: bool = False) -> None:
+        self.is_on_host = is_on_host
         self.size, self._fd, self.raw = size, fd, cast(Any, torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8))
 
     @classmethod
-    def new(cls, size: int, where: torch.device) -> Arena:
+    def new(cls, size: int, where: torch.device, is_on_host: bool = False) -> Arena:
         cls.made += 1
         size = -(-max(1, size) // 4096) * 4096
         fd = os.memfd_create("arena")
         os.ftruncate(fd, size)
-        return cls(fd, size)
+        return cls(fd, size, is_on_host)
 
     @classmethod
     def received(cls, fd: int, size: int, where: torch.device, *_: Any) -> Arena:
@@ -62,6 +69,19 @@ class Arena:
 
     def export(self) -> int:
         return os.dup(self._fd)
+
+    @property
+    def device_bytes(self) -> int:
+        return 0 if self.is_on_host else self.size
+
+    def move(self, to_host: bool) -> bool:
+        """Only said: these bytes are the host's anyway."""
+        was, self.is_on_host = self.is_on_host, to_host
+        return was is not to_host
+
+    def replace(self, fd: int) -> None:
+        assert os.fstat(fd).st_ino == os.fstat(self._fd).st_ino, "what comes is this arena's"
+        os.close(fd)
 
     def view(self, meta: wire.TensorMeta) -> torch.Tensor:
         return values.view(self.raw, meta)
@@ -132,8 +152,10 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(runner, "driver", Driver)
     monkeypatch.setattr(runner, "Flush", lambda *_: SimpleNamespace(now=lambda stream: None))
     monkeypatch.setattr(reference, "memory_of", lambda options: 8 << 30)
-    for name in ("synchronize", "empty_cache"):
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(os, "_exit", lambda code: None)
     Arena.made = 0
@@ -331,3 +353,111 @@ def test_an_arena_that_is_too_small_is_followed_by_another(monkeypatch: pytest.M
     assert Arena.made > 4
     assert len(found.sets) == 10
     found.close()
+
+
+# ── what lies on the host ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def far(monkeypatch: pytest.MonkeyPatch, place: Place) -> CudaReference:
+    """With memory for just this, by its own prediction."""
+    sizes = Sizes(2 * 512, 512, 288, frees=True, place=place)
+    monkeypatch.setattr(reference, "memory_of", lambda options: sizes.asked + 100)
+    return made()
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("place", [Place(), Place(weights=True), Place(inputs=True), Place(inputs=True, weights=True)])
+def test_what_does_not_fit_beside_the_rest_lies_on_the_host(monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
+    found = far(monkeypatch, place)
+    session = cast(Any, found.session)
+    assert found.place == place
+    assert found._weights is not None
+    assert (session.shared.is_on_host, found._weights.is_on_host) == place
+    assert not found.keeps_sets
+    assert len(found.sets) == 10
+    assert found.needed <= reference.memory_of(cast(Any, None))
+    on_host = session.shared.size * place.inputs + found._weights.size * place.weights
+    assert found.host_bytes >= on_host
+    assert found.device_bytes == session.shared.size + found._weights.size - on_host
+    found.close()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_candidate_has_its_arena_on_the_gpu_and_weights_that_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = far(monkeypatch, Place(inputs=True, weights=True))
+    found.spares = cast(Any, Homes())
+    found.spares.refill = lambda: None
+    ours = cast(Any, found.session)
+    ours.move(to_host=False)  # as a timed call of the candidate before left it
+    session = cast(Any, found.open(cast(Any, None), Submission(SOURCE.replace("Model", "ModelNew"), "torch"), 5.0))
+    found.attach(session)
+    assert (ours.shared.is_on_host, session.shared.is_on_host) == (True, False)
+    for one in found.sets:
+        place(session, 0, one)
+        outcome = session.call(wire.OP_RUN, 0, 5.0)
+        assert torch.allclose(session.read(outcome.tensors[0]), one.expected[0], atol=1e-5), one.name
+        session.move(to_host=True)
+        session.move(to_host=False)
+    session.close()
+    found.close()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_with_more_memory_new_secrets_lie_on_the_gpu_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = far(monkeypatch, Place(inputs=True, weights=True))
+    monkeypatch.setattr(reference, "memory_of", lambda options: 8 << 30)
+    found.refresh()
+    assert found._weights is not None
+    assert found.place == Place()
+    assert not cast(Any, found.session).shared.is_on_host
+    assert not found._weights.is_on_host
+    found.close()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_host_without_memory_holds_nothing_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "psutil", Mock(virtual_memory=lambda: Mock(available=1000)))
+    with pytest.raises(ProblemError, match="does not fit"):
+        far(monkeypatch, Place(inputs=True))
+
+
+@pytest.mark.usefixtures("pretended")
+def test_who_lies_on_the_host_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A player can't move, and a reference that is timed from the host seems slow."""
+    found = far(monkeypatch, Place(inputs=True))
+    replays = cast(Any, Replays.__new__(Replays))
+    replays._last, replays._is_brief = None, True
+    with pytest.raises(Unreplayable, match="too much memory"):
+        replays.open(found, Submission(SOURCE, "torch"), 1.0, random.Random(1), False)
+    found.close()
+
+
+def test_who_stood_still_does_so_after_a_move() -> None:
+    """Else a candidate's process would run beside a timed call of its reference."""
+    session = cast(Any, CudaSession.__new__(CudaSession))
+    session.shared = Arena.new(4096, torch.device("cpu"))
+    session._child, session._frozen = Mock(**{"freeze.return_value": True}), True
+    session._send, session._expect = Mock(), Mock()
+    session.move(to_host=False)
+    assert session._child.mock_calls == [], "it lies there"
+    session.move(to_host=True)
+    assert [call[0] for call in session._child.mock_calls] == ["thaw", "freeze"]
+    assert session._frozen
+    assert isinstance(wire.decode_order(session._send.call_args.args[0]), wire.Move)
+
+
+def test_one_of_both_is_on_the_gpu() -> None:
+    sides, moves = cast(Any, Sides.__new__(Sides)), list[tuple[str, bool]]()
+
+    def side(name: str) -> Any:
+        made = cast(Any, CudaSession.__new__(CudaSession))
+        made.move = lambda to_host: moves.append((name, to_host))
+        return made
+
+    sides.reference, sides.candidate = side("reference"), side("candidate")
+    sides.bring(sides.reference)
+    assert moves == [], "there is room for both"
+    sides.takes_turns = True
+    sides.bring(sides.reference)
+    sides.bring(sides.candidate)
+    assert moves == [("candidate", True), ("reference", False), ("reference", True), ("candidate", False)]

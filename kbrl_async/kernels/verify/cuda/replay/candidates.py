@@ -44,6 +44,7 @@ is drawn to be recorded alone (`BenchOptions.alone_share`) ends it sooner."""
 _READY = 1
 """Recorders that wait. Whoever makes or ends a context holds the driver's locks, for all processes of a GPU, for some
 tenths of a second."""
+_TOO_LARGE = "its inputs take too much memory to be held twice more"
 _LEAST_TIMES, _TIMES = 2, 3
 """Outputs of all slots, intermediate results and what a recorder compares, in units of inputs and outputs: without
 which nothing can be recorded, and enough for most."""
@@ -127,6 +128,8 @@ class Replays:
         """
         self._first, self._last = self._last if is_alone else None, None
         self._was_brief = is_brief and self._is_brief and not is_alone
+        if reference.place.inputs:
+            raise Unreplayable(_TOO_LARGE)
         if refused := reference.capture_refused():
             raise Unreplayable(f"its reference can't be timed as a graph ({refused})")
         try:
@@ -287,7 +290,7 @@ class Replays:
         more = max(0, min(more, self._share - needed))
         least, wanted = (values.padded(one + _BESIDE, _LEAST_BYTES) for one in (size, size + more))
         if least > max(self._most, _LEAST_BYTES):
-            raise Unreplayable("its inputs take too much memory to be held twice more")
+            raise Unreplayable(_TOO_LARGE)
         wanted = max(least, min(wanted, self._most))
         known = self._recorders if self._generation == self._zygote.generation else None
         has = 0 if known is None else known.arena.size
