@@ -25,7 +25,7 @@ _ON_DEVICE, _ON_HOST, _PINNED, _POSIX_FD, _READ_WRITE = 1, 3, 1, 1, 3
 _EVENT_DEFAULT = 0
 _ACCESS_POLICY_WINDOW = 1
 _MAX_THREADS, _STATIC_SHARED, _LOCAL, _REGISTERS, _MAX_DYNAMIC_SHARED = 0, 1, 3, 4, 8
-_DEVICE_SHARED_OPTIN = 97
+_DEVICE_SHARED_OPTIN, _HOST_NUMA_ID, _HAS_HOST_MEMORY = 97, 134, 141
 _CARVEOUT, _LARGE_CLUSTERS = 9, 14
 _RELAXED, _SET_DEPENDENCIES = 2, 1
 KERNEL, MEMCPY, MEMSET, HOST, CHILD, EMPTY = 0, 1, 2, 3, 4, 5
@@ -196,8 +196,13 @@ class Driver:
         """Handle of new physical memory that can be exported: the device's, or pinned memory of the host."""
         prop = _prop(device)
         if is_on_host:
-            prop.location = Location(_ON_HOST, 0)
+            prop.location = Location(_ON_HOST, max(0, self.device_attribute(_HOST_NUMA_ID, device)))
         return int(self._out("cuMemCreate", _u64, size, ctypes.byref(prop), 0))
+
+    def has_host_memory(self, device: int) -> bool:
+        """Whether `create` has memory of the host for this device."""
+        value = _int()
+        return self.succeeds("cuDeviceGetAttribute", ctypes.byref(value), _HAS_HOST_MEMORY, device) and value.value > 0
 
     def allocate(self, size: int) -> int:
         """Address of new memory that nobody else can be given."""
@@ -249,10 +254,6 @@ class Driver:
         """The addresses are free again; the memory that was behind them stays its handle's."""
         self.call("cuMemUnmap", address, size)
         self.call("cuMemAddressFree", address, size)
-
-    def unmap(self, address: int, size: int, handle: int) -> None:
-        self.clear(address, size)
-        self.call("cuMemRelease", handle)
 
     def event(self) -> int:
         return int(self._out("cuEventCreate", _p, _EVENT_DEFAULT))

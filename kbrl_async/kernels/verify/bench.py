@@ -383,7 +383,8 @@ class Bench:
             return False
         with contextlib.suppress(CandidateFault, InfraError, RuntimeError):
             session.call(wire.OP_FREE, 0, checker.one_call_s)
-        needed, before = reference.device_bytes + reference.inside, self._device.free() or 0
+        needed = reference.device_bytes + reference.far_bytes + reference.inside
+        before = self._device.free() or 0
         told = self._device.held(session.host_pid)
         checker.close()
         fault = CandidateFault(Fault.OUT_OF_MEMORY, "it keeps so much memory of the GPU that none is left to judge it")

@@ -271,9 +271,10 @@ class Checker:
                 which, input_set = self._left.pop(0)
                 op = wire.OP_TRACE if number == self._recorded and self.is_recorded else wire.OP_RUN
                 slot = self._slots[number % len(self._slots)]
-                if is_lean and number != self._held_at:  # a set is made with nothing of the candidate's beside
-                    self.session.call(wire.OP_FREE, 0, self.call_deadline())
-                    self._earlier = []
+                if is_lean:  # a set is made with nothing of the candidate's beside, or with an earlier output only
+                    is_held = number == self._held_at
+                    self.session.call(wire.OP_FREE, int(is_held), self.call_deadline())
+                    self._earlier = self._earlier if is_held else []
                 self._wait(input_set.known.load)
                 self._answers[which] = self._check(slot, input_set, op, number in self._overwritten)
                 self._wait(tick)

@@ -138,7 +138,8 @@ class Sizes(msgspec.Struct, frozen=True):
         """
         all_places = [msgspec.structs.replace(self, place=place) for place in _PLACES]
         possible = [sizes for sizes in all_places if sizes.on_host <= host]
-        return next((one for needed in (inside, 0) for one in possible if one.asked + needed <= memory), possible[-1])
+        fitting = (one for needed in (inside, 0) for one in possible if one.asked + needed <= memory)
+        return next(fitting, min(possible, key=lambda one: one.asked))
 
     def are_kept(self, memory: int, draws: int, slots: int) -> bool:
         """Whether `memory` bytes, of which others want some, are enough to keep all sets."""

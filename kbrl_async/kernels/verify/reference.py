@@ -135,6 +135,11 @@ class Reference:
         """Memory of a GPU that it holds, its child's own aside."""
         return 0
 
+    @property
+    def far_bytes(self) -> int:
+        """Memory of the host that is a GPU's, for want of its own."""
+        return 0
+
     def close(self) -> None:
         """The child goes with the first of those that share it."""
         self._replays.close()

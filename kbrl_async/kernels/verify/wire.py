@@ -202,8 +202,8 @@ class Export(msgspec.Struct, frozen=True, tag="export"):
 
 
 class Move(msgspec.Struct, frozen=True, tag="move"):
-    """On a GPU: the arena's bytes lie in other memory now, whose descriptor travels along. Map that where it was, and
-    give the old memory back.
+    """On a GPU: the arena will lie in other memory, whose descriptor travels along. Give the old memory back, and map
+    that where it was; without a descriptor nothing, until the next such order.
     """
 
 

@@ -14,12 +14,14 @@ other memory.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from kbrl_async.kernels.cuda_driver import CudaError, driver
 from kbrl_async.kernels.verify import values, wire
+from kbrl_async.kernels.verify.hoarding import NoMemory
 
 ALIGNMENT = 512
 """As torch's own allocator aligns: a kernel must not find worse pointers here than anywhere else."""
@@ -28,6 +30,7 @@ BASE = 0x300000000000
 WINDOW = 1 << 38
 """Addresses from `BASE` on that a process which maps one arena after the other keeps for them: once they are free, the
 driver gives them to others."""
+_LESS = "Give the bench more of the GPU (timing_bench.memory_share), or the host more memory"
 
 
 class _Raw:
@@ -72,10 +75,13 @@ class DeviceArena:
 
     @classmethod
     def new(cls, size: int, device: torch.device, is_on_host: bool = False) -> DeviceArena:
-        """Raises `CudaError` where the memory is not there."""
+        """Zeros: it may be memory in which something secret lay. Raises `CudaError` where there is none."""
         step = driver().granularity(device.index or 0)
         size = max(1, -(-size // step)) * step
-        return cls(driver().create(size, device.index or 0, is_on_host), size, device, is_on_host=is_on_host)
+        made = cls(driver().create(size, device.index or 0, is_on_host), size, device, is_on_host=is_on_host)
+        made.raw.zero_()
+        torch.cuda.synchronize()
+        return made
 
     @classmethod
     def at_base(cls, size: int, device: torch.device) -> DeviceArena:
@@ -103,52 +109,81 @@ class DeviceArena:
     def device_bytes(self) -> int:
         return 0 if self.is_on_host else self.size
 
-    def move(self, to_host: bool) -> bool:
-        """Its bytes, to the host or back; whether they lay elsewhere. Whoever else maps it has its old memory until it
-        does `replace`.
+    @property
+    def host_bytes(self) -> int:
+        return self.size if self.is_on_host or self._kept is not None else 0
 
-        :raises CudaError: the memory is not there; then nothing has changed.
+    def move(self, to_host: bool, hand_over: Callable[[int], None] | None = None) -> None:
+        """Its bytes, to the host or back. `hand_over` gives whoever maps this, too, the descriptor of the new memory,
+        in which none of these bytes is yet, and returns when it has let go of the old. Without it nobody else is told.
+
+        :raises CudaError: the device has no memory for it. `NoMemory`: the host has none. Nothing has changed then.
         """
         if self.is_on_host is to_host:
-            return False
-        index = self._device.index or 0
-        handle = self._kept if to_host and self._kept is not None else driver().create(self.size, index, to_host)
-        self._copy_to(handle)
-        old, self._kept = self._handle, None
-        self._put_behind(handle)
-        if to_host:
-            driver().call("cuMemRelease", old)
-        else:
-            self._kept = old
-        self.is_on_host = to_host
-        return True
-
-    def _copy_to(self, handle: int) -> None:
+            return
+        handle = self._kept if self._kept is not None and to_host else self._created(to_host)
+        old = self._handle
         try:
-            there = driver().map(handle, self.size, self._device.index or 0)
-        except CudaError:
+            self._copied_to(handle, hand_over)
+            self._put_behind(handle)
+        except BaseException:
             if handle != self._kept:
                 driver().call("cuMemRelease", handle)
             raise
-        torch.as_tensor(_Raw(there, self.size), device=self._device).copy_(self.raw)
-        torch.cuda.synchronize()
-        driver().clear(there, self.size)
+        self._kept, self.is_on_host = None if to_host else old, to_host
+        if to_host:
+            driver().call("cuMemRelease", old)
+
+    def _created(self, on_host: bool) -> int:
+        try:
+            return driver().create(self.size, self._device.index or 0, on_host)
+        except CudaError as error:
+            if on_host:
+                raise NoMemory(f"the host has no {self.size:,} bytes to pin ({error})", _LESS) from error
+            raise
+
+    def _copied_to(self, handle: int, hand_over: Callable[[int], None] | None) -> None:
+        there = driver().map(handle, self.size, self._device.index or 0)
+        try:
+            raw: Any = torch.as_tensor(_Raw(there, self.size), device=self._device)
+            if hand_over is not None:
+                raw.zero_()
+                torch.cuda.synchronize()
+                fd = driver().export_fd(handle)
+                try:
+                    hand_over(fd)
+                finally:
+                    os.close(fd)
+            raw.copy_(self.raw)
+            torch.cuda.synchronize()
+        finally:
+            driver().clear(there, self.size)
 
     def _put_behind(self, handle: int) -> None:
+        """Where that fails, what was there is there again."""
+        index = self._device.index or 0
         driver().call("cuMemUnmap", self._address, self.size)
+        try:
+            driver().fill_in(self._address, handle, self.size, index)
+        except CudaError:
+            driver().fill_in(self._address, self._handle, self.size, index)
+            raise
         self._handle = handle
-        driver().fill_in(self._address, handle, self.size, self._device.index or 0)
 
-    def replace(self, fd: int) -> None:
-        """By the memory that the other process has moved it to; closes the descriptor."""
+    def replace(self, fd: int | None) -> None:
+        """By the memory that the other process moves it to; closes the descriptor. None: by none, for now."""
         torch.cuda.synchronize()
+        if self._handle:
+            driver().take_out(self._address, self._handle, self.size)
+            self._handle = 0
+        if fd is None:
+            return
         try:
             handle = driver().import_fd(fd)
         finally:
             os.close(fd)
-        old = self._handle
-        self._put_behind(handle)
-        driver().call("cuMemRelease", old)
+        driver().fill_in(self._address, handle, self.size, self._device.index or 0)
+        self._handle = handle
 
     def view(self, meta: wire.TensorMeta) -> torch.Tensor:
         """Raises `ValueError` where `meta` reaches outside of this arena."""
@@ -162,7 +197,7 @@ class DeviceArena:
         if self._kept is not None:
             driver().call("cuMemRelease", self._kept)
             self._kept = None
-        if self._is_reserved:
+        if self._handle:
             driver().take_out(self._address, self._handle, self.size)
-        else:
-            driver().unmap(self._address, self.size, self._handle)
+        if not self._is_reserved:
+            driver().call("cuMemAddressFree", self._address, self.size)

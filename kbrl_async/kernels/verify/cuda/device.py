@@ -181,7 +181,9 @@ class CudaDevice(Device):
             claim = self.claim_beside(kept)
             wanted, is_random = 0, False
             try:
-                return CudaReference(zygote, problem, options, rng, self.homes, self.spares, tick, claim)
+                return CudaReference(
+                    zygote, problem, options, rng, self.homes, self.spares, tick, claim, lambda: self.has_neighbours
+                )
             except DoesNotFit as error:
                 failed = error.cause, error.cure
             except Inconstant as error:  # with too little memory its library goes another way
@@ -335,7 +337,8 @@ class CudaDevice(Device):
                 raise NoMemory(str(refusal)) from refusal
             self._refuse_short(reference)
             made = super().judged(reference, zygote, code, options, rng, is_alone)
-            made.trust_reason, made.is_shared = str(refusal), not is_alone and replays.is_shared
+            was_recorded = not (is_alone or reference.place.inputs)
+            made.trust_reason, made.is_shared = str(refusal), was_recorded and replays.is_shared
             return made
         try:
             self._refuse_short(reference)

@@ -231,17 +231,16 @@ class CapturedKernels:
         last of the work. Then it gets these inputs again, after calls over others: what it has in memory is of those.
         The last: whether the library found too little memory for it.
         """
-        sides, reference = self._sides, self._sides.reference
+        sides = self._sides
         sides.bring(candidate)
         if not self._checker.reference.keeps_sets:
             candidate.call(wire.OP_FREE, 0, sides.limit_s)  # of its graphs and earlier answers
         sides.fill([0])
         self._rivals, tolerances = Rivals(), [one.widened(_WIDER) for one in sides.nominal.tolerances]
-        others = [reference.look(meta) for meta in reference.call(wire.OP_RUN, 0, sides.limit_s).tensors]
-        self._rivals.draw(others, tolerances)
+        self._rivals.draw(self._looked_at(), tolerances)
         sides.fill([0])
         inputs = [self._aside(place) for place in candidate.slots[0]]
-        expected = [reference.look(meta) for meta in reference.call(wire.OP_RUN, 0, sides.limit_s).tensors]
+        expected = self._looked_at()
         self._rivals.draw(expected, tolerances)
         self._is_blind = self._rivals.is_blind
         outcome = candidate.call(wire.OP_RUN, 0, sides.limit_s)
@@ -258,6 +257,14 @@ class CapturedKernels:
         for place, block in zip(candidate.slots[0], inputs, strict=True):
             place.copy_(block)
         return answer, expected, traced.answered, outcome.is_short
+
+    def _looked_at(self) -> list[torch.Tensor]:
+        """What the reference answers, in its arena; its process keeps none of it where memory is scarce."""
+        reference, whole = self._sides.reference, self._checker.reference
+        answered = reference.call(wire.OP_RUN, 0, self._sides.limit_s)
+        if not whole.keeps_sets:
+            whole.forget_outputs()
+        return [reference.look(meta) for meta in answered.tensors]
 
     def _fill_others(self, inputs: list[torch.Tensor]) -> bool:
         """Draw until something is other than in these inputs, which may be one of very few that there are."""

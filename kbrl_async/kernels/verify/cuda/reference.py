@@ -25,7 +25,7 @@ import torch
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.backends import backend
-from kbrl_async.kernels.cuda_driver import CudaError
+from kbrl_async.kernels.cuda_driver import CudaError, driver
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.stages import span
 from kbrl_async.kernels.verify import values, wire
@@ -106,11 +106,13 @@ class CudaReference(Reference):
         spares: PrewarmedChildren,
         tick: Tick = no_tick,
         claim: Callable[[int], None] = lambda size: None,
+        has_neighbours: Callable[[], bool] = lambda: False,
     ) -> None:
         """`homes`: processes for references; `spares`: for candidates that are watched. `claim` is told how much memory
-        is planned with as soon as that is known, and raises where it has to be waited for.
+        is planned with as soon as that is known, and raises where it has to be waited for. `has_neighbours`: whether
+        other verifiers are on the GPU.
         """
-        self._claim = claim
+        self._claim, self.has_neighbours = claim, has_neighbours
         self._homes, self.spares = homes, spares
         self._where = torch.device(options.device)
         self._zygote = zygote
@@ -127,6 +129,7 @@ class CudaReference(Reference):
     def _begin(self, zygote: Zygote) -> Session:
         options = self._options
         self.copies = True
+        self._look_at_host()
         setup = wire.Setup(self.problem.source, "Model", self.seed, device=options.device)
         with span("a reference's process"):
             session = CudaSession(zygote, setup, (), options.limits, options.reference_deadline_s, self._homes)
@@ -250,6 +253,7 @@ class CudaReference(Reference):
         (inputs, outputs), memory = self.ready.outline, self.plannable_bytes()
         draws, slots = self._options.pool, self._options.slots
         self.place = Place()
+        self._look_at_host()
         sizes = self._placed(Sizes(inputs, outputs, self.state_bytes, frees=self.frees), memory)
         sizes.refuse(self.problem.problem_id, memory)
         is_kept, widens = sizes.are_kept(memory, draws, slots), sizes.widened <= memory
@@ -261,11 +265,20 @@ class CudaReference(Reference):
 
     def _fitting(self, sizes: Sizes, memory: int) -> Sizes:
         inside = max(self.inside, 2 * self.inside - sizes.outputs)
-        return sizes.placed(memory, inside, int(_HOST_SHARE * psutil.virtual_memory().available))
+        return sizes.placed(memory, inside, self._host_room)
+
+    def _look_at_host(self) -> None:
+        """What it has there already is its own."""
+        has_any = driver().has_host_memory(self._where.index or 0)
+        own = self.far_bytes if hasattr(self, "session") else 0
+        self._host_room = int(_HOST_SHARE * (psutil.virtual_memory().available + own)) if has_any else 0
 
     def _placed(self, sizes: Sizes, memory: int) -> Sizes:
-        """What was on the host once stays there until the next secrets are drawn."""
-        found = self._fitting(sizes, memory).place
+        """What was on the host once stays there until the next secrets are drawn. What has room for all sets at once
+        lies on the GPU, whatever forward needs inside: it is replayed there.
+        """
+        is_kept = sizes.are_kept(memory, self._options.pool, self._options.slots)
+        found = Place() if is_kept else self._fitting(sizes, memory).place
         self.place = Place(self.place.inputs or found.inputs, self.place.weights or found.weights)
         assert isinstance(self.session, CudaSession)
         self.session.is_far = self.place.inputs
@@ -407,7 +420,11 @@ class CudaReference(Reference):
 
     @property
     def host_bytes(self) -> int:
-        return super().host_bytes + sum(arena.size - arena.device_bytes for arena in self._arenas)
+        return super().host_bytes + self.far_bytes
+
+    @property
+    def far_bytes(self) -> int:
+        return sum(arena.host_bytes for arena in self._arenas)
 
     @property
     def _arenas(self) -> list[DeviceArena]:

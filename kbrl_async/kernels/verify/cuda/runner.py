@@ -248,7 +248,7 @@ class CudaRunner(runner.Runner):
             self._export(given, order.keeps_freed)
         elif isinstance(order, wire.Move):
             assert self._shared is not None, "what is moved was attached before"
-            self._shared.replace(fds[0])
+            self._shared.replace(fds[0] if fds else None)
             self.channel.send(wire.encode(wire.Ready()))
         elif isinstance(order, wire.Mute):
             self._mute(order)
@@ -326,7 +326,9 @@ class CudaRunner(runner.Runner):
             self.channel.send(wire.encode(wire.Timed(nonce, elapsed)))
         elif op == wire.OP_FREE:
             self._end_batch()
-            self.double, self.last, self.held = None, None, [None, None]
+            self.double = None
+            if not slot:
+                self.last, self.held = None, [None, None]
             torch.cuda.empty_cache()
             self.channel.send(wire.encode(wire.Done(nonce, ["V", None], [])))
         else:

@@ -38,6 +38,7 @@ _POISON = 0x7F
 _CLAIM_SHARE, _CLAIM_NS = 1.1, 1_000_000
 """Two clocks may differ by so much."""
 _BLOCKED_S, _DRIVER_S = 0.1, 4.0
+_MOVE_S = 10.0
 _Answer = TypeVar("_Answer", wire.Captured, wire.Timed)
 _KEEPS_OUTPUTS = (wire.OP_POISON_ON, wire.OP_POISON_OFF, wire.OP_FREE)
 
@@ -104,6 +105,8 @@ class CudaSession(Session):
     """Whether its arena has room for outputs in fp64: a reference's."""
     is_far = False
     """Whether its arena lies on the host unless it is being timed: a reference's, where the GPU can't hold two."""
+    has_kept = 0
+    """How often in a row less came free than it was told to give back."""
     forward_ns = math.inf
     keeps_freed = False
     """Whether its process keeps what a draw leaves free: ordinary forwards of it are being timed, and would have to ask
@@ -253,18 +256,33 @@ class CudaSession(Session):
             os.close(fd)
 
     def move(self, to_host: bool) -> None:
-        """Its arena. Whoever stood still does so again.
+        """Its arena. A candidate's process is awake for that. So its memory of the host is nobody's but the bench's,
+        and what it gets of the GPU's holds nothing until it stands still again: it could work on the inputs of a timed
+        call before that, or on its outputs afterwards.
 
         :raises CudaError: the memory is not there.
+        :raises CandidateFault: it gives no memory back.
         """
-        assert self.shared is not None
-        if not self.shared.move(to_host):
+        shared = self.shared
+        assert shared is not None
+        if shared.is_on_host is to_host:
             return
+        if self.is_far or not to_host:
+            shared.move(to_host, self._hand_over)
+            return
+        shared.move(to_host=True)
+        before = torch.cuda.mem_get_info(self._where)[0]
+        self._hand_over()
+        came_free = torch.cuda.mem_get_info(self._where)[0] - before
+        self.has_kept = self.has_kept + 1 if came_free < shared.size // 2 else 0
+
+    def _hand_over(self, *fds: int) -> None:
+        """Whoever stood still does so again."""
         was_frozen = self._frozen
         self.thaw()
-        self._send_arena(wire.Move(), self.shared)
-        self._expect(wire.Ready, 30.0)
-        if was_frozen:
+        self._send(wire.encode(wire.Move()), *fds)
+        self._expect(wire.Ready, _MOVE_S)
+        if was_frozen or not self.is_far:
             self._frozen = self._child.freeze()
 
     def fetch(self, metas: list[wire.TensorMeta], deadline_s: float, is_far: bool = False) -> DeviceArena:

@@ -29,6 +29,8 @@ _STRETCH = 1 << 23
 _LOOKED_AT = 256 << 20
 """Bytes of inputs and outputs of a timed call."""
 _IN_A_ROW = "calls that follow each other give wrong results, each alone is right: a race, or state that is left behind"
+_OFTEN = 2
+_KEEPS = "it keeps memory of the GPU that it was told to give back"
 _BESIDE = "a replay gives another result: it launches on another stream than torch's current one, or acts by phase"
 
 
@@ -70,6 +72,7 @@ class Sides:
         self.refused = ""
         """Why a forward can't be captured, so that an ordinary one is timed."""
         self.takes_turns = checker.reference.place.inputs
+        self._has_neighbours = checker.reference.has_neighbours
 
     def fill(self, slots: list[int]) -> None:
         """The same fresh values in both arenas."""
@@ -79,14 +82,27 @@ class Sides:
             self._pool.mix(places, self._rng)
 
     def bring(self, side: TimedSide) -> None:
-        """This one's arena to the GPU, where it is not there already, and the other's to the host before."""
-        for one in (self.reference, self.candidate) if self.takes_turns else ():
+        """This one's arena to the GPU, where it is not there already, and the other's to the host before.
+
+        :raises CandidateFault: it gives no memory back, twice in a row where nobody else takes any.
+        """
+        if not self.takes_turns:
+            return
+        for one in (self.reference, self.candidate):
             if one is not side:
                 assert isinstance(one, CudaSession)
                 one.move(to_host=True)
+        assert isinstance(self.candidate, CudaSession)
+        assert isinstance(side, CudaSession)
+        if self.candidate.has_kept >= _OFTEN and not self._has_neighbours():
+            raise CandidateFault(Fault.OUT_OF_MEMORY, _KEEPS)
+        side.move(to_host=False)
+
+    def leave(self) -> None:
+        """Nothing of the reference's stays on the GPU for being timed."""
         if self.takes_turns:
-            assert isinstance(side, CudaSession)
-            side.move(to_host=False)
+            assert isinstance(self.reference, CudaSession)
+            self.reference.move(to_host=True)
 
     def keep_freed(self, is_kept: bool) -> None:
         """See `CudaSession.keeps_freed`."""
@@ -137,6 +153,7 @@ class Sides:
         tolerances = self._placed_sets(count) if self.candidate.is_trusted else {}
         self.candidate.poison()
         for session in (self.reference, self.candidate):
+            self.bring(session)
             session.replay(1, 4 * self.limit_s)
         if not tolerances:
             return self.differ(self.candidate.outputs(0, count), self.reference.outputs(0, count)).wrong == 0

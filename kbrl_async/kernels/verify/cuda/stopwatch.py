@@ -30,6 +30,7 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
+from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.stages import span
@@ -58,6 +59,7 @@ _PATIENCE_S = 0.5
 _FEW, _ENOUGH_ABOVE = (2, 3, 4), 1.3
 _LONG_CALL_NS = 5e6
 """A call this long needs no warm-up after those that were checked, and one pair tells how much slower it is."""
+_MOST_APART_S = 60.0
 _LEFT_OUT = 0.05
 """Of the pairs of what is replayed: before them runs one that looks like any other, without one of its slots."""
 _ELSEWHERE = "captured once more, forward launches other kernels than before: it acts by phase"
@@ -93,6 +95,8 @@ class CudaStopwatch:
         self._slot = self._pairs = 0
         self._apart_s = 0.0
         """Seconds that are not charged to the measurement's cap."""
+        self._is_busy = False
+        """Whether others were at work when a call of this pair began."""
         self._kernels: dict[str, int] = {}
         self._ballast: list[DeviceArena] = []
         self._moved: TimedSide = self._sides.reference if rng.random() < 0.5 else self._sides.candidate
@@ -102,6 +106,8 @@ class CudaStopwatch:
 
     def close(self) -> None:
         self._sides.keep_freed(False)
+        with contextlib.suppress(CandidateFault, InfraError, CudaError, OSError):  # whoever asks it next will meet it
+            self._sides.leave()
         while self._ballast:
             self._ballast.pop().close()
 
@@ -138,7 +144,7 @@ class CudaStopwatch:
         try:
             self._wait_for_others()
             recipe = _recipe(self._options.recipe, not self._sides.refused)
-            measured = measure(self._pair, recipe, lambda: time.monotonic() - self._apart_s)
+            measured = measure(self._pair, recipe, lambda: time.monotonic() - min(self._apart_s, _MOST_APART_S))
             with span("audited"):
                 self._claims.audit()
         except CandidateFault as fault:
@@ -163,13 +169,14 @@ class CudaStopwatch:
             empties.append((session.event if sides.refused else session.replay)(0, limit).empty_ns)
         self._empty: float = min(empties)
 
-    def _wait_for_others(self) -> None:
-        """A process that stands still leaves its last kernel behind, which may be a long one."""
+    def _wait_for_others(self) -> bool:
+        """A process that stands still leaves its last kernel behind, which may be a long one. Whether it has ended."""
         end = time.monotonic() + _PATIENCE_S
         while self._calibration is not None and time.monotonic() < end:
             beat = self._calibration.beat()
             if beat.host_ns <= beat.ns + SHARED_NS:
-                return
+                return True
+        return self._calibration is None
 
     def _pair(self) -> Pair:
         self._tick()
@@ -196,6 +203,8 @@ class CudaStopwatch:
         net = self._net(reference, count), self._net(candidate, count)
         with span("pairs: clock"):
             mhz, fault = self._clock()
+        if self._is_busy:
+            self._is_busy, fault = False, fault or "shared"
         self._faults[fault] += bool(fault)
         return Pair(*net, waited=float(fault == "shared"), polluted=bool(fault), mhz=mhz)
 
@@ -245,8 +254,10 @@ class CudaStopwatch:
         return max(_FLOOR_NS, sample.elapsed_ns - self._empty) / count
 
     def _sample(self, session: TimedSide) -> TimedCall:
-        with self._apart():
-            self._sides.bring(session)
+        if self._sides.takes_turns:
+            with self._apart():
+                self._sides.bring(session)
+                self._is_busy |= not self._wait_for_others()  # what a candidate has begun while it was moved
         # Of the reference, too: both find the GPU as the same work of ours left it.
         session.poison(None if self._sides.refused else self._sides.batch)
         limit = self._sides.limit_s

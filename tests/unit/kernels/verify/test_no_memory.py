@@ -169,7 +169,7 @@ def test_nobody_records_a_hoarder_again_on_a_reference_that_is_gone() -> None:
     device.free.return_value, device.held.return_value = 0, 80 << 30
     device.fitted.side_effect = lambda options: options
     bench, references = bench_on(device)
-    reference = Mock(device_bytes=1 << 30, inside=0, reference_s=0.0, sets=[])
+    reference = Mock(device_bytes=1 << 29, far_bytes=1 << 29, inside=0, reference_s=0.0, sets=[])
     references.get.return_value.cases = [Mock(reference=reference)]
 
     def lacks_memory(checker: Checker, *given: Any) -> None:
@@ -272,7 +272,8 @@ def test_a_forward_that_had_no_room_is_recorded_once_more_with_all_that_there_ma
 
 def unhurt(is_short: bool = False) -> Mock:
     """A reference."""
-    return Mock(spec_set=["open", "problem", "session"], session=Mock(is_short=is_short), problem=PROBLEM)
+    session = Mock(is_short=is_short)
+    return Mock(spec_set=["open", "place", "problem", "session"], session=session, place=Place(), problem=PROBLEM)
 
 
 def test_a_reference_that_went_a_slower_way_for_want_of_memory_is_made_again_once_others_gave_way() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
+import contextlib
+import ctypes
 import os
 import random
 import socket
@@ -18,6 +19,7 @@ import torch
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels import settings as sections
 from kbrl_async.kernels.verify import bench_options, values, wire
+from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.cuda import reference, runner, session
 from kbrl_async.kernels.verify.cuda.record import child
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
@@ -25,6 +27,7 @@ from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
 from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
 from kbrl_async.kernels.verify.cuda.session import CudaSession
 from kbrl_async.kernels.verify.cuda.sides import Sides
+from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch
 from kbrl_async.kernels.verify.hoarding import Crowded
 from kbrl_async.kernels.verify.input_set import place
 from kbrl_async.kernels.verify.known import Place, Sizes
@@ -46,22 +49,39 @@ def get_init_inputs():
 """
 
 
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_size_t]
+FIXED, SHARED, PRIVATE, ANONYMOUS = 16, 1, 2, 32
+
+
+def mapped(address: int | None, size: int, flags: int, fd: int) -> int:
+    found = libc.mmap(address, size, 3, flags, fd, 0)
+    assert found not in (None, ctypes.c_void_p(-1).value)
+    return int(found)
+
+
 class Arena:
-    """A file in memory that two threads map."""
+    """A file in memory that two threads map, each at addresses of its own, which stay mapped."""
 
     made = 0
 
     def __init__(self, fd: int, size: int, is_on_host: bool = False) -> None:
-        self.is_on_host = is_on_host
-        self.size, self._fd, self.raw = size, fd, cast(Any, torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8))
+        self.is_on_host, self.size, self._fd = is_on_host, size, fd
+        self._address = mapped(None, size, SHARED, fd)
+        self.raw: Any = torch.frombuffer((ctypes.c_uint8 * size).from_address(self._address), dtype=torch.uint8)
 
     @classmethod
     def new(cls, size: int, where: torch.device, is_on_host: bool = False) -> Arena:
         cls.made += 1
         size = -(-max(1, size) // 4096) * 4096
+        return cls(cls.memory(size), size, is_on_host)
+
+    @staticmethod
+    def memory(size: int) -> int:
         fd = os.memfd_create("arena")
         os.ftruncate(fd, size)
-        return cls(fd, size, is_on_host)
+        return fd
 
     @classmethod
     def received(cls, fd: int, size: int, where: torch.device, *_: Any) -> Arena:
@@ -74,13 +94,26 @@ class Arena:
     def device_bytes(self) -> int:
         return 0 if self.is_on_host else self.size
 
-    def move(self, to_host: bool) -> bool:
-        """Only said: these bytes are the host's anyway."""
-        was, self.is_on_host = self.is_on_host, to_host
-        return was is not to_host
+    @property
+    def host_bytes(self) -> int:
+        return self.size - self.device_bytes
 
-    def replace(self, fd: int) -> None:
-        assert os.fstat(fd).st_ino == os.fstat(self._fd).st_ino, "what comes is this arena's"
+    def move(self, to_host: bool, hand_over: Callable[[int], None] | None = None) -> None:
+        if self.is_on_host is to_host:
+            return
+        fd = self.memory(self.size)
+        if hand_over is not None:
+            hand_over(fd)
+        os.pwrite(fd, self.raw.numpy().tobytes(), 0)
+        mapped(self._address, self.size, SHARED | FIXED, fd)
+        os.close(self._fd)
+        self._fd, self.is_on_host = fd, to_host
+
+    def replace(self, fd: int | None) -> None:
+        if fd is None:
+            mapped(self._address, self.size, PRIVATE | ANONYMOUS | FIXED, -1)
+            return
+        mapped(self._address, self.size, SHARED | FIXED, fd)
         os.close(fd)
 
     def view(self, meta: wire.TensorMeta) -> torch.Tensor:
@@ -145,6 +178,11 @@ class Driver:
         return 1e5
 
 
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 0))
+
+
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (reference, runner, session):
@@ -156,6 +194,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    monkeypatch.setattr(reference, "driver", lambda: SimpleNamespace(has_host_memory=lambda index: True))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(os, "_exit", lambda code: None)
     Arena.made = 0
@@ -358,25 +397,31 @@ def test_an_arena_that_is_too_small_is_followed_by_another(monkeypatch: pytest.M
 # ── what lies on the host ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def far(monkeypatch: pytest.MonkeyPatch, place: Place) -> CudaReference:
+def idle() -> Any:
+    spares: Any = Homes()
+    spares.refill = lambda: None
+    return spares
+
+
+def far(monkeypatch: pytest.MonkeyPatch, at: Place) -> CudaReference:
     """With memory for just this, by its own prediction."""
-    sizes = Sizes(2 * 512, 512, 288, frees=True, place=place)
+    sizes = Sizes(2 * 512, 512, 288, frees=True, place=at)
     monkeypatch.setattr(reference, "memory_of", lambda options: sizes.asked + 100)
     return made()
 
 
 @pytest.mark.usefixtures("pretended")
-@pytest.mark.parametrize("place", [Place(), Place(weights=True), Place(inputs=True), Place(inputs=True, weights=True)])
-def test_what_does_not_fit_beside_the_rest_lies_on_the_host(monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
-    found = far(monkeypatch, place)
+@pytest.mark.parametrize("at", [Place(), Place(weights=True), Place(inputs=True), Place(inputs=True, weights=True)])
+def test_what_does_not_fit_beside_the_rest_lies_on_the_host(monkeypatch: pytest.MonkeyPatch, at: Place) -> None:
+    found = far(monkeypatch, at)
     session = cast(Any, found.session)
-    assert found.place == place
+    assert found.place == at
     assert found._weights is not None
-    assert (session.shared.is_on_host, found._weights.is_on_host) == place
+    assert (session.shared.is_on_host, found._weights.is_on_host) == at
     assert not found.keeps_sets
     assert len(found.sets) == 10
     assert found.needed <= reference.memory_of(cast(Any, None))
-    on_host = session.shared.size * place.inputs + found._weights.size * place.weights
+    on_host = session.shared.size * at[0] + found._weights.size * at[1]
     assert found.host_bytes >= on_host
     assert found.device_bytes == session.shared.size + found._weights.size - on_host
     found.close()
@@ -385,8 +430,7 @@ def test_what_does_not_fit_beside_the_rest_lies_on_the_host(monkeypatch: pytest.
 @pytest.mark.usefixtures("pretended")
 def test_a_candidate_has_its_arena_on_the_gpu_and_weights_that_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     found = far(monkeypatch, Place(inputs=True, weights=True))
-    found.spares = cast(Any, Homes())
-    found.spares.refill = lambda: None
+    found.spares = idle()
     ours = cast(Any, found.session)
     ours.move(to_host=False)  # as a timed call of the candidate before left it
     session = cast(Any, found.open(cast(Any, None), Submission(SOURCE.replace("Model", "ModelNew"), "torch"), 5.0))
@@ -432,18 +476,51 @@ def test_who_lies_on_the_host_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -
     found.close()
 
 
-def test_who_stood_still_does_so_after_a_move() -> None:
-    """Else a candidate's process would run beside a timed call of its reference."""
+def moving() -> Any:
     session = cast(Any, CudaSession.__new__(CudaSession))
-    session.shared = Arena.new(4096, torch.device("cpu"))
+    session.shared, session._where = Arena.new(4096, torch.device("cpu")), torch.device("cpu")
     session._child, session._frozen = Mock(**{"freeze.return_value": True}), True
     session._send, session._expect = Mock(), Mock()
+    return session
+
+
+def test_who_stood_still_does_so_after_a_move() -> None:
+    """Else a candidate's process would run beside a timed call of its reference."""
+    session = moving()
     session.move(to_host=False)
     assert session._child.mock_calls == [], "it lies there"
     session.move(to_host=True)
     assert [call[0] for call in session._child.mock_calls] == ["thaw", "freeze"]
     assert session._frozen
-    assert isinstance(wire.decode_order(session._send.call_args.args[0]), wire.Move)
+    assert session._send.call_args.args == (wire.encode(wire.Move()),), "no memory of the host's"
+
+
+def test_what_a_candidate_gets_of_the_gpu_holds_nothing_while_it_is_awake() -> None:
+    session, given = moving(), list[bytes]()
+    session.shared.raw.fill_(7)
+    session.move(to_host=True)
+    session._send = lambda order, *fds: given.extend(os.pread(fd, 4096, 0) for fd in fds)
+    session.move(to_host=False)
+    assert not any(given[0])
+    assert os.pread(session.shared._fd, 4096, 0) == bytes([7]) * 4096
+    assert bool((session.shared.raw == 7).all())
+
+
+@pytest.mark.parametrize(("gives_back", "others", "is_fault"), [(0, 0, True), (0, 1, False), (4096, 0, False)])
+def test_who_gives_no_memory_back_is_at_fault_where_nobody_else_takes_any(
+    monkeypatch: pytest.MonkeyPatch, gives_back: int, others: int, is_fault: bool
+) -> None:
+    free = iter(range(0, 1000 * max(1, gives_back), max(1, gives_back)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (next(free), 0))
+    sides = cast(Any, Sides.__new__(Sides))
+    sides.reference, sides.candidate, sides.takes_turns = moving(), moving(), True
+    sides._has_neighbours = lambda: bool(others)
+    sides.reference.is_far = True
+    sides.reference.shared.is_on_host = True
+    sides.bring(sides.reference)
+    sides.bring(sides.candidate)
+    with pytest.raises(CandidateFault, match="told to give back") if is_fault else contextlib.nullcontext():
+        sides.bring(sides.reference)
 
 
 def test_one_of_both_is_on_the_gpu() -> None:
@@ -461,3 +538,73 @@ def test_one_of_both_is_on_the_gpu() -> None:
     sides.bring(sides.reference)
     sides.bring(sides.candidate)
     assert moves == [("candidate", True), ("reference", False), ("reference", True), ("candidate", False)]
+
+
+runners: list[Ahead] = []
+
+
+class Ahead(runner.CudaRunner):
+    """A candidate that works when it is moved, and never when it is timed."""
+
+    is_hostile = False
+    made: torch.Tensor | None = None
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        runners.append(self)
+
+    def _order(self, order: wire.Order, fds: list[int]) -> None:
+        super()._order(order, fds)
+        if self.is_hostile and isinstance(order, wire.Move):
+            self._compute()
+
+    def _compute(self) -> None:
+        self.made = self.model(*self.slots[0]).clone()
+        self._answer()
+
+    def _answer(self) -> None:
+        assert self._shared is not None
+        assert self.made is not None
+        self._shared.view(self._outs[0][0]).copy_(self.made)
+
+    def _event(self, slot: int, nonce: int) -> wire.Timed:
+        if not self.is_hostile:
+            return super()._event(slot, nonce)
+        if self.made is None:
+            self._compute()
+        self._answer()
+        return wire.Timed(nonce, 2000.0, 1000.0, 2000.0)
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("is_hostile", [True, False])
+def test_who_works_when_it_is_moved_has_no_inputs_to_work_on(monkeypatch: pytest.MonkeyPatch, is_hostile: bool) -> None:
+    """20 pairs of 20 passed, at fifty times its reference's speed, while it was awake with the inputs."""
+    monkeypatch.setattr(runner, "CudaRunner", Ahead)
+    found = far(monkeypatch, Place(inputs=True))
+    found.spares = idle()
+    session = cast(Any, found.open(cast(Any, None), Submission(SOURCE.replace("Model", "ModelNew"), "torch"), 5.0))
+    found.attach(session)
+    options = bench_options(sections.TimingBench(), "cpu")
+    checker = Checker(cast(Any, None), found, options, random.Random(3), cast(Any, None))
+    checker.session = session
+    watch = cast(Any, CudaStopwatch(checker, found.session, options, random.Random(5), lambda: None))
+    assert watch._sides.takes_turns
+    watch._sides.refused, watch._empty, watch._sides._has_neighbours = "events", 0.0, lambda: True
+    ours, seen, sample = cast(Any, found.session), set[tuple[bool, bool]](), watch._sample
+
+    def sampled(side: Any) -> Any:
+        told = sample(side)
+        seen.add((side.shared.is_on_host, (session if side is ours else ours).shared.is_on_host))
+        return told
+
+    watch._sample = sampled
+    runners[-1].is_hostile = is_hostile
+    with pytest.raises(CandidateFault, match="of a timed call are wrong") if is_hostile else contextlib.nullcontext():
+        for _ in range(20):
+            watch._pair()
+    assert seen == {(False, True)}, "whose call is timed lies on the GPU, the other does not"
+    watch.close()
+    assert ours.shared.is_on_host
+    session.close()
+    found.close()

@@ -1,0 +1,205 @@
+"""Device memory that is moved between a GPU and its host, on a pretended driver: no byte is lost, and no handle."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kbrl_async.kernels.cuda_driver import CudaError
+from kbrl_async.kernels.verify.cuda import arena
+from kbrl_async.kernels.verify.cuda.arena import DeviceArena
+from kbrl_async.kernels.verify.hoarding import NoMemory
+from tests.unit.kernels.verify.test_shared_arenas import ANONYMOUS, FIXED, PRIVATE, SHARED, mapped
+
+SIZE, CPU = 8192, torch.device("cpu")
+
+
+class Memory:
+    """A driver whose memory is files, and whose addresses are this process's. `fails`: a call that does, once."""
+
+    def __init__(self) -> None:
+        self.live: dict[int, int] = {}
+        self.on_host: set[int] = set()
+        self.fails = ""
+        self._next = 100
+
+    def _try(self, name: str) -> None:
+        if name == self.fails:
+            self.fails = ""
+            raise CudaError(name, 2, "CUDA_ERROR_OUT_OF_MEMORY")
+
+    def granularity(self, device: int) -> int:
+        return SIZE
+
+    def create(self, size: int, device: int, is_on_host: bool = False) -> int:
+        self._try("create on the host" if is_on_host else "create")
+        fd = os.memfd_create("memory")
+        os.write(fd, bytes([7]) * size)
+        return self._added(fd, is_on_host)
+
+    def _added(self, fd: int, is_on_host: bool = False) -> int:
+        self._next += 1
+        self.live[self._next] = fd
+        if is_on_host:
+            self.on_host.add(self._next)
+        return self._next
+
+    def export_fd(self, handle: int) -> int:
+        return os.dup(self.live[handle])
+
+    def import_fd(self, fd: int) -> int:
+        return self._added(os.dup(fd))
+
+    def map(self, handle: int, size: int, device: int, at: int = 0) -> int:
+        self._try("map")
+        return mapped(None, size, SHARED, self.live[handle])
+
+    def fill_in(self, address: int, handle: int, size: int, device: int) -> None:
+        self._try("fill_in")
+        mapped(address, size, SHARED | FIXED, self.live[handle])
+
+    def clear(self, address: int, size: int) -> None:
+        self.call("cuMemUnmap", address, size)
+
+    def take_out(self, address: int, handle: int, size: int) -> None:
+        self.clear(address, size)
+        self.call("cuMemRelease", handle)
+
+    def call(self, name: str, *given: int) -> None:
+        if name == "cuMemUnmap":
+            mapped(given[0], given[1], PRIVATE | ANONYMOUS | FIXED, -1)
+        if name == "cuMemRelease":
+            os.close(self.live.pop(given[0]))
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    made = Memory()
+
+    def seen(address: int, size: int) -> Any:
+        return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=np.uint8)
+
+    monkeypatch.setattr(arena, "driver", lambda: made)
+    monkeypatch.setattr(arena, "_Raw", seen)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return made
+
+
+def filled() -> DeviceArena:
+    made = DeviceArena.new(SIZE, CPU)
+    made.raw.copy_(torch.arange(SIZE, dtype=torch.int64).to(torch.uint8))
+    return made
+
+
+def is_whole(one: DeviceArena) -> bool:
+    return torch.equal(one.raw, torch.arange(SIZE, dtype=torch.int64).to(torch.uint8))
+
+
+def test_new_memory_says_nothing_of_what_lay_there(memory: Memory) -> None:
+    assert not bool(DeviceArena.new(SIZE, CPU).raw.any())
+
+
+def test_bytes_and_addresses_stay(memory: Memory) -> None:
+    made = filled()
+    view, address = made.raw[100:200], made.raw.data_ptr()
+    for to_host in (True, True, False, True, False):
+        made.move(to_host)
+        assert is_whole(made)
+        assert made.raw.data_ptr() == address
+        assert (made.device_bytes, made.is_on_host) == (0 if to_host else SIZE, to_host)
+        assert torch.equal(view, made.raw[100:200])
+        assert len(memory.on_host & memory.live.keys()) == 1, "pinned once, and kept"
+        assert made.host_bytes == SIZE
+    made.close()
+    made.close()
+    assert not memory.live
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize("fails", ["create", "create on the host", "map", "fill_in"])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_move_that_fails_has_changed_nothing(memory: Memory, to_host: bool, fails: str, is_known: bool) -> None:
+    """`is_known`: it was on the other side before."""
+    made = filled()
+    if not to_host or is_known:
+        made.move(to_host=True)
+    if to_host and is_known:
+        made.move(to_host=False)
+    before, memory.fails = dict(memory.live), fails
+    is_asked = fails not in (("create",) if to_host else ("create on the host",))
+    is_asked &= not (fails == "create on the host" and is_known)
+    if is_asked:
+        with pytest.raises(NoMemory if fails == "create on the host" else CudaError):
+            made.move(to_host)
+        assert memory.live == before
+        assert made.is_on_host is not to_host
+    memory.fails = ""
+    assert is_whole(made)
+    made.move(to_host)
+    assert is_whole(made)
+    made.close()
+    assert not memory.live
+
+
+def test_who_does_not_take_it_leaves_it_where_it_was(memory: Memory) -> None:
+    made = filled()
+    made.move(to_host=True)
+    before = dict(memory.live)
+
+    def ended(fd: int) -> None:
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        made.move(False, ended)
+    assert memory.live == before
+    assert made.is_on_host
+    assert is_whole(made)
+
+
+def test_the_other_process_follows_and_sees_nothing_until_it_has(memory: Memory) -> None:
+    ours = filled()
+    theirs = DeviceArena.received(ours.export(), SIZE, CPU)
+    seen: list[set[int]] = []
+
+    def hand_over(fd: int) -> None:
+        theirs.replace(os.dup(fd))
+        seen.append(set(theirs.raw.tolist()))
+
+    for to_host in (True, False):
+        ours.move(to_host, hand_over)
+        assert is_whole(theirs)
+    assert seen == [{0}, {0}]
+    theirs.raw.fill_(5)
+    assert bool((ours.raw == 5).all()), "one memory"
+
+
+def test_what_is_the_hosts_alone_nobody_else_can_write_to(memory: Memory) -> None:
+    ours = filled()
+    theirs = DeviceArena.received(ours.export(), SIZE, CPU)
+    ours.move(to_host=True)
+    theirs.raw.fill_(9)  # it has its old memory until it lets go of it
+    theirs.replace(None)
+    assert is_whole(ours)
+    ours.move(False, lambda fd: theirs.replace(os.dup(fd)))
+    assert is_whole(theirs)
+    ours.close()
+    theirs.close()
+    assert not memory.live
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_process_gives_back_all_whether_it_has_any_or_not(memory: Memory, leaves: bool) -> None:
+    ours = filled()
+    theirs = DeviceArena.received(ours.export(), SIZE, CPU)
+    if leaves:
+        theirs.replace(None)
+    close: Callable[[], None] = theirs.close
+    close()
+    ours.close()
+    assert not memory.live
