@@ -17,7 +17,7 @@ from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
-from kbrl_async.kernels.verify.known import Place
+from kbrl_async.kernels.verify.known import Offloaded
 from protocols.records import Candidate, Fault, Problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
@@ -122,7 +122,7 @@ def test_a_set_that_was_lent_is_the_one_that_was_checked(bench: Bench) -> None:
 FAR = {
     "inputs of 2 GiB": (
         PROBLEM.format(forward="return given[0].sum(1)", inputs="torch.rand(128, 2048, 2048)"),
-        Place(inputs=True),
+        Offloaded(inputs=True),
         3.4,
     ),
     "weights of 2 GiB": (
@@ -131,7 +131,7 @@ FAR = {
             "    def __init__(self):\n        super().__init__()\n"
             "        self.linear = nn.Linear(32768, 16384, bias=False)\n\n    def forward",
         ),
-        Place(weights=True),
+        Offloaded(weights=True),
         6.0,
     ),
 }
@@ -140,7 +140,7 @@ FAR = {
 @pytest.mark.parametrize("slower", [1, 4])
 @pytest.mark.parametrize("name", FAR)
 def test_what_lies_on_the_host_is_judged_and_timed_all_the_same(name: str, slower: int) -> None:
-    source, place, gib = FAR[name]
+    source, offloaded, gib = FAR[name]
     again = "".join("        super().forward(*given)\n" for _ in range(slower - 1))
     candidate = source + (
         f"\n\nclass ModelNew(Model):\n    def forward(self, *given):\n{again}        return super().forward(*given)\n"
@@ -153,7 +153,7 @@ def test_what_lies_on_the_host_is_judged_and_timed_all_the_same(name: str, slowe
             found = bench.evaluate(problem, Candidate(candidate, "torch"), {})
         reference = next(iter(bench.references.kept.values())).references[0]
         assert isinstance(reference, CudaReference)
-        assert reference.place == place
+        assert reference.offloaded == offloaded
         assert found.verdict.fault is Fault.OK, found.verdict
         assert watch.peak < 1.1 * reference.needed + BESIDE, (watch.peak, reference.needed)
         assert found.timing is not None

@@ -32,8 +32,8 @@ too.
 Weights W are there four times: the reference's, the bench's, and for each candidate a copy of these and its own.
 
 What does not fit so lies on the host, in memory that the GPU reads and writes by its bus: the bench's weights and the
-copy of them (`Place.weights`); A (`Place.inputs`), and then, as long as calls of one side are timed, the arena of the
-other.
+copy of them (`Offloaded.weights`); A (`Offloaded.inputs`), and then, as long as calls of one side are timed, the arena
+of the other.
 """
 
 from __future__ import annotations
@@ -67,14 +67,19 @@ _WEIGHTS, _WEIGHTS_APART, _WEIGHTS_WIDE = 4, 2, 3
 Blocks = list[torch.Tensor]
 
 
-class Place(NamedTuple):
+class Offloaded(NamedTuple):
     """What lies on the host though it is a GPU's: the reference's arena, and what the bench has of weights."""
 
     inputs: bool = False
     weights: bool = False
 
 
-_PLACES = (Place(), Place(weights=True), Place(inputs=True), Place(inputs=True, weights=True))
+_WAYS = (
+    Offloaded(),
+    Offloaded(weights=True),
+    Offloaded(inputs=True),
+    Offloaded(inputs=True, weights=True),
+)
 """The cheapest first: weights are copied once a candidate, an arena for each timed call."""
 
 
@@ -82,7 +87,7 @@ class Sizes(msgspec.Struct, frozen=True):
     """Bytes of one call, and of the weights. `drawn`: what a draw takes outside of the arena that it goes to; `owned`:
     inputs of which the bench has a copy while a candidate runs, because those in the reference's arena do not stay.
     `apart`: draws that are kept though sets are not. `wide`: how much larger fp64 is. `frees`: whether a
-    candidate gives its outputs back before a set is looked at again. `place`: what does not count.
+    candidate gives its outputs back before a set is looked at again. `offloaded`: what does not count.
     """
 
     inputs: int
@@ -93,7 +98,7 @@ class Sizes(msgspec.Struct, frozen=True):
     apart: int = 0
     wide: int = 2
     frees: bool = False
-    place: Place = Place()
+    offloaded: Offloaded = Offloaded()
 
     def kept(self, draws: int, slots: int) -> int:
         """The peak where every set is kept."""
@@ -113,31 +118,31 @@ class Sizes(msgspec.Struct, frozen=True):
     def _at(self, moments: tuple[tuple[int, int, int, int], ...]) -> int:
         known = self.inputs, self.outputs, self.drawn, self.owned
         most = max(sum(count * size for count, size in zip(counts, known, strict=True)) for counts in moments)
-        times = _WEIGHTS_APART if self.place.weights else _WEIGHTS
+        times = _WEIGHTS_APART if self.offloaded.weights else _WEIGHTS
         return most + self.apart + times * self.weights - self._arena(1)
 
     def _arena(self, wide: int) -> int:
         """Bytes of the reference's, where they do not count; its outputs `wide` times as large."""
-        return self.inputs + wide * self.outputs if self.place.inputs else 0
+        return self.inputs + wide * self.outputs if self.offloaded.inputs else 0
 
     @property
     def widened(self) -> int:
         """The same, with fp64: inputs and outputs in the reference's process, and an arena with room for these."""
         made = (2 + self.wide) * self.inputs + (1 + 3 * self.wide) * self.outputs - self._arena(self.wide)
-        made += self.apart + (_WEIGHTS_WIDE if self.place.weights else _WEIGHTS) * self.weights
-        return max(made, self.asked + (0 if self.place.inputs else self.wide - 1) * self.outputs)
+        made += self.apart + (_WEIGHTS_WIDE if self.offloaded.weights else _WEIGHTS) * self.weights
+        return max(made, self.asked + (0 if self.offloaded.inputs else self.wide - 1) * self.outputs)
 
     @property
     def on_host(self) -> int:
         """Bytes of the host, at most: both arenas have their place there."""
-        return 2 * (self.inputs + self.outputs) * self.place.inputs + 2 * self.weights * self.place.weights
+        return 2 * (self.inputs + self.outputs) * self.offloaded.inputs + 2 * self.weights * self.offloaded.weights
 
     def placed(self, memory: int, inside: int, host: int) -> Sizes:
         """With as little on the host, of which `host` bytes may be taken, as `memory` bytes ask for; it is the last
         resort to forget what forward needs `inside`.
         """
-        all_places = [msgspec.structs.replace(self, place=place) for place in _PLACES]
-        possible = [sizes for sizes in all_places if sizes.on_host <= host]
+        ways = [msgspec.structs.replace(self, offloaded=way) for way in _WAYS]
+        possible = [sizes for sizes in ways if sizes.on_host <= host]
         fitting = (one for needed in (inside, 0) for one in possible if one.asked + needed <= memory)
         return next(fitting, min(possible, key=lambda one: one.asked))
 

@@ -337,7 +337,7 @@ class CudaDevice(Device):
                 raise NoMemory(str(refusal)) from refusal
             self._refuse_short(reference)
             made = super().judged(reference, zygote, code, options, rng, is_alone)
-            was_recorded = not (is_alone or reference.place.inputs)
+            was_recorded = not (is_alone or reference.offloaded.inputs)
             made.trust_reason, made.is_shared = str(refusal), was_recorded and replays.is_shared
             return made
         try:

@@ -33,7 +33,7 @@ from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import PrewarmedChildren
 from kbrl_async.kernels.verify.cuda.record.session import Recorders
 from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedSide
-from kbrl_async.kernels.verify.known import Draws, Held, Place, Redrawn, Sizes, outlines, size_of
+from kbrl_async.kernels.verify.known import Draws, Held, Offloaded, Redrawn, Sizes, outlines, size_of
 from kbrl_async.kernels.verify.options import BenchOptions, Tick, no_tick
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
@@ -117,7 +117,7 @@ class CudaReference(Reference):
         self._where = torch.device(options.device)
         self._zygote = zygote
         self._weights: DeviceArena | None = None
-        self.place = Place()
+        self.offloaded = Offloaded()
         self._drawn: list[DeviceArena] = []
         self._outs: list[wire.TensorMeta] = []
         self.plan, self.forward_ns = ReferencePlan(options.slots, 1), 0.0
@@ -137,7 +137,7 @@ class CudaReference(Reference):
             try:
                 if metas:
                     sizes = Sizes(0, weights=sum(values.size_of_meta(meta) for _, meta in session.ready.weights))
-                    is_far = self._fitting(sizes, self.plannable_bytes()).place.weights
+                    is_far = self._fitting(sizes, self.plannable_bytes()).offloaded.weights
                     self._weights = session.fetch(metas, options.reference_deadline_s, is_far)
             except BaseException:
                 session.close()
@@ -218,7 +218,7 @@ class CudaReference(Reference):
     def attach(self, session: Judged) -> None:
         assert isinstance(session, TimedSide)
         assert isinstance(self.session, CudaSession)
-        if self.place.inputs:
+        if self.offloaded.inputs:
             self.session.move(to_host=True)
         session.attach(self.tree, self.examples, self.plan.slots, outs=self._outs)
         if isinstance(session, CudaSession) and session is not self.session:
@@ -252,14 +252,14 @@ class CudaReference(Reference):
         self._close_drawn()
         (inputs, outputs), memory = self.ready.outline, self.plannable_bytes()
         draws, slots = self._options.pool, self._options.slots
-        self.place = Place()
+        self.offloaded = Offloaded()
         self._look_at_host()
         sizes = self._placed(Sizes(inputs, outputs, self.state_bytes, frees=self.frees), memory)
         sizes.refuse(self.problem.problem_id, memory)
         is_kept, widens = sizes.are_kept(memory, draws, slots), sizes.widened <= memory
         planned = sizes.peak(is_kept, widens, draws, slots) if outputs else 0
         # the first draw goes to the host right away, where the arena lies there
-        first = sizes if self.place.inputs else msgspec.structs.replace(sizes, drawn=inputs)
+        first = sizes if self.offloaded.inputs else msgspec.structs.replace(sizes, drawn=inputs)
         self._claim(max(planned, first.made))
         super()._prepare()
 
@@ -278,13 +278,13 @@ class CudaReference(Reference):
         lies on the GPU, whatever forward needs inside: it is replayed there.
         """
         is_kept = sizes.are_kept(memory, self._options.pool, self._options.slots)
-        found = Place() if is_kept else self._fitting(sizes, memory).place
-        self.place = Place(self.place.inputs or found.inputs, self.place.weights or found.weights)
+        found = Offloaded() if is_kept else self._fitting(sizes, memory).offloaded
+        self.offloaded = Offloaded(self.offloaded.inputs or found.inputs, self.offloaded.weights or found.weights)
         assert isinstance(self.session, CudaSession)
-        self.session.is_far = self.place.inputs
+        self.session.is_far = self.offloaded.inputs
         if self._weights is not None:
-            self._weights.move(to_host=self.place.weights)
-        return msgspec.structs.replace(sizes, place=self.place)
+            self._weights.move(to_host=self.offloaded.weights)
+        return msgspec.structs.replace(sizes, offloaded=self.offloaded)
 
     def _close_drawn(self) -> None:
         while self._drawn:

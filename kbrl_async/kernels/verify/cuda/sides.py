@@ -71,8 +71,8 @@ class Sides:
             self.batch = 1
         self.refused = ""
         """Why a forward can't be captured, so that an ordinary one is timed."""
-        self.takes_turns = checker.reference.place.inputs
-        self._has_neighbours = checker.reference.has_neighbours
+        self.takes_turns = checker.reference.offloaded.inputs
+        self.has_neighbours = checker.reference.has_neighbours
 
     def fill(self, slots: list[int]) -> None:
         """The same fresh values in both arenas."""
@@ -94,7 +94,7 @@ class Sides:
                 one.move(to_host=True)
         assert isinstance(self.candidate, CudaSession)
         assert isinstance(side, CudaSession)
-        if self.candidate.has_kept >= _OFTEN and not self._has_neighbours():
+        if self.candidate.has_kept >= _OFTEN and not self.has_neighbours():
             raise CandidateFault(Fault.OUT_OF_MEMORY, _KEEPS)
         side.move(to_host=False)
 

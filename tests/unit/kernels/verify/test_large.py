@@ -23,7 +23,7 @@ from kbrl_async.kernels.verify import session as sessions
 from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.cpu.device import CpuDevice
 from kbrl_async.kernels.verify.hoarding import Crowded
-from kbrl_async.kernels.verify.known import AskedSet, Held, Place, Recent, Sizes
+from kbrl_async.kernels.verify.known import AskedSet, Held, Offloaded, Recent, Sizes
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Session
 from protocols.records import REPLAYED, BenchReport, Candidate, Fault, Problem
@@ -163,23 +163,23 @@ def test_the_peak_grows_with_what_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "inside", "host", "place"),
+    ("memory", "inside", "host", "offloaded"),
     [
-        (21_400, 0, 10**6, Place()),
-        (21_400, 500, 10**6, Place(weights=True)),
-        (19_000, 0, 10**6, Place(weights=True)),
-        (18_000, 0, 10**6, Place(inputs=True)),
-        (16_300, 0, 10**6, Place(inputs=True, weights=True)),
-        (16_300, 9000, 10**6, Place(inputs=True, weights=True)),
-        (21_400, 9000, 10**6, Place()),  # what forward needs fits nowhere
-        (1, 0, 10**6, Place(inputs=True, weights=True)),
-        (1, 0, 3999, Place(weights=True)),
-        (18_000, 0, 1999, Place()),
+        (21_400, 0, 10**6, Offloaded()),
+        (21_400, 500, 10**6, Offloaded(weights=True)),
+        (19_000, 0, 10**6, Offloaded(weights=True)),
+        (18_000, 0, 10**6, Offloaded(inputs=True)),
+        (16_300, 0, 10**6, Offloaded(inputs=True, weights=True)),
+        (16_300, 9000, 10**6, Offloaded(inputs=True, weights=True)),
+        (21_400, 9000, 10**6, Offloaded()),  # what forward needs fits nowhere
+        (1, 0, 10**6, Offloaded(inputs=True, weights=True)),
+        (1, 0, 3999, Offloaded(weights=True)),
+        (18_000, 0, 1999, Offloaded()),
     ],
 )
-def test_as_little_as_possible_lies_on_the_host(memory: int, inside: int, host: int, place: Place) -> None:
+def test_as_little_as_possible_lies_on_the_host(memory: int, inside: int, host: int, offloaded: Offloaded) -> None:
     found = Sizes(1000, 3000, 1000, frees=True).placed(memory, inside, host)
-    assert found.place == place, found.asked
+    assert found.offloaded == offloaded, found.asked
     assert found.asked <= memory or memory < 19_000
 
 

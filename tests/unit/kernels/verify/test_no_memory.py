@@ -24,7 +24,7 @@ from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory, Unreplayab
 from kbrl_async.kernels.verify.cuda.telling import device_failure
 from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.hoarding import NoMemory
-from kbrl_async.kernels.verify.known import Place
+from kbrl_async.kernels.verify.known import Offloaded
 from kbrl_async.kernels.verify.options import bench_options, no_tick
 from kbrl_async.kernels.verify.recording import NO_ROOM, Recording
 from kbrl_async.kernels.verify.session import CandidateFault
@@ -263,7 +263,9 @@ def test_a_forward_that_had_no_room_is_recorded_once_more_with_all_that_there_ma
         seen.append(recorders.arena.size >> 30)
         return refusals[len(seen) - 1]
 
-    reference = Mock(place=Place(), slot_bytes=1 << 20, weights_bytes=0, inside_bytes=0, needed=0, record=record)
+    reference = Mock(
+        offloaded=Offloaded(), slot_bytes=1 << 20, weights_bytes=0, inside_bytes=0, needed=0, record=record
+    )
     reference.capture_refused.return_value, reference.plan.slots = "", 1
     with pytest.raises(Unreplayable, match=re.escape(refusals[-1])):
         found.open(reference, Mock(artifacts={}), 1.0, random.Random(0), is_alone=False)
@@ -273,7 +275,9 @@ def test_a_forward_that_had_no_room_is_recorded_once_more_with_all_that_there_ma
 def unhurt(is_short: bool = False) -> Mock:
     """A reference."""
     session = Mock(is_short=is_short)
-    return Mock(spec_set=["open", "place", "problem", "session"], session=session, place=Place(), problem=PROBLEM)
+    return Mock(
+        spec_set=["open", "offloaded", "problem", "session"], session=session, offloaded=Offloaded(), problem=PROBLEM
+    )
 
 
 def test_a_reference_that_went_a_slower_way_for_want_of_memory_is_made_again_once_others_gave_way() -> None:

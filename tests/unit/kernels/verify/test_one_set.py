@@ -19,7 +19,7 @@ from kbrl_async.kernels.verify.cuda.reference import CudaReference
 from kbrl_async.kernels.verify.cuda.runner import CudaRunner
 from kbrl_async.kernels.verify.cuda.session import CudaSession, place_outputs
 from kbrl_async.kernels.verify.fresh import Pool, SecretWeights, blend, structure_of
-from kbrl_async.kernels.verify.known import Place, Recent, Redrawn, Sizes, outlines
+from kbrl_async.kernels.verify.known import Offloaded, Recent, Redrawn, Sizes, outlines
 from kbrl_async.kernels.verify.options import no_tick
 from kbrl_async.kernels.verify.session import ForwardOutcome
 from kbrl_async.kernels.verify.sets import SetMaker
@@ -349,7 +349,7 @@ def test_the_counted_peak_is_the_predicted_one(name: str, frees: bool, is_far: b
         maker = SetMaker(reference, name, random.Random(2), "bfloat16" if "half" in name else "")
         maker.make(draws, pool, reference._redraw, plan=lambda outputs, mutated: (False, False))
         made, counted.peak = counted.peak, 0
-        sizes = Sizes(given, out, drawn=session.drawn_beside or 0, frees=frees, place=Place(is_far))
+        sizes = Sizes(given, out, drawn=session.drawn_beside or 0, frees=frees, offloaded=Offloaded(is_far))
         arena = torch.empty(given + out, dtype=torch.uint8)
         before, called = (1, 2) if frees else (3, 3)
         for one in maker.sets:

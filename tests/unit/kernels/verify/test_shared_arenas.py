@@ -25,12 +25,12 @@ from kbrl_async.kernels.verify.cuda.record import child
 from kbrl_async.kernels.verify.cuda.reference import CudaReference
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays
 from kbrl_async.kernels.verify.cuda.replay.host import Unreplayable
-from kbrl_async.kernels.verify.cuda.session import CudaSession
+from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedCall
 from kbrl_async.kernels.verify.cuda.sides import Sides
 from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch
 from kbrl_async.kernels.verify.hoarding import Crowded
 from kbrl_async.kernels.verify.input_set import place
-from kbrl_async.kernels.verify.known import Place, Sizes
+from kbrl_async.kernels.verify.known import Offloaded, Sizes
 from kbrl_async.kernels.verify.session import CandidateFault, Submission
 from protocols.records import Fault, Problem
 
@@ -403,19 +403,21 @@ def idle() -> Any:
     return spares
 
 
-def far(monkeypatch: pytest.MonkeyPatch, at: Place) -> CudaReference:
+def far(monkeypatch: pytest.MonkeyPatch, at: Offloaded) -> CudaReference:
     """With memory for just this, by its own prediction."""
-    sizes = Sizes(2 * 512, 512, 288, frees=True, place=at)
+    sizes = Sizes(2 * 512, 512, 288, frees=True, offloaded=at)
     monkeypatch.setattr(reference, "memory_of", lambda options: sizes.asked + 100)
     return made()
 
 
 @pytest.mark.usefixtures("pretended")
-@pytest.mark.parametrize("at", [Place(), Place(weights=True), Place(inputs=True), Place(inputs=True, weights=True)])
-def test_what_does_not_fit_beside_the_rest_lies_on_the_host(monkeypatch: pytest.MonkeyPatch, at: Place) -> None:
+@pytest.mark.parametrize(
+    "at", [Offloaded(), Offloaded(weights=True), Offloaded(inputs=True), Offloaded(inputs=True, weights=True)]
+)
+def test_what_does_not_fit_beside_the_rest_lies_on_the_host(monkeypatch: pytest.MonkeyPatch, at: Offloaded) -> None:
     found = far(monkeypatch, at)
     session = cast(Any, found.session)
-    assert found.place == at
+    assert found.offloaded == at
     assert found._weights is not None
     assert (session.shared.is_on_host, found._weights.is_on_host) == at
     assert not found.keeps_sets
@@ -429,7 +431,7 @@ def test_what_does_not_fit_beside_the_rest_lies_on_the_host(monkeypatch: pytest.
 
 @pytest.mark.usefixtures("pretended")
 def test_a_candidate_has_its_arena_on_the_gpu_and_weights_that_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = far(monkeypatch, Place(inputs=True, weights=True))
+    found = far(monkeypatch, Offloaded(inputs=True, weights=True))
     found.spares = idle()
     ours = cast(Any, found.session)
     ours.move(to_host=False)  # as a timed call of the candidate before left it
@@ -448,11 +450,11 @@ def test_a_candidate_has_its_arena_on_the_gpu_and_weights_that_are_right(monkeyp
 
 @pytest.mark.usefixtures("pretended")
 def test_with_more_memory_new_secrets_lie_on_the_gpu_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = far(monkeypatch, Place(inputs=True, weights=True))
+    found = far(monkeypatch, Offloaded(inputs=True, weights=True))
     monkeypatch.setattr(reference, "memory_of", lambda options: 8 << 30)
     found.refresh()
     assert found._weights is not None
-    assert found.place == Place()
+    assert found.offloaded == Offloaded()
     assert not cast(Any, found.session).shared.is_on_host
     assert not found._weights.is_on_host
     found.close()
@@ -462,47 +464,59 @@ def test_with_more_memory_new_secrets_lie_on_the_gpu_again(monkeypatch: pytest.M
 def test_a_host_without_memory_holds_nothing_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "psutil", Mock(virtual_memory=lambda: Mock(available=1000)))
     with pytest.raises(ProblemError, match="does not fit"):
-        far(monkeypatch, Place(inputs=True))
+        far(monkeypatch, Offloaded(inputs=True))
 
 
 @pytest.mark.usefixtures("pretended")
 def test_who_lies_on_the_host_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A player can't move, and a reference that is timed from the host seems slow."""
-    found = far(monkeypatch, Place(inputs=True))
-    replays = cast(Any, Replays.__new__(Replays))
-    replays._last, replays._is_brief = None, True
+    found = far(monkeypatch, Offloaded(inputs=True))
+    replays = Replays(cast(Any, None), bench_options(sections.TimingBench(), "cpu").limits, "cpu", 1.0)
     with pytest.raises(Unreplayable, match="too much memory"):
         replays.open(found, Submission(SOURCE, "torch"), 1.0, random.Random(1), False)
     found.close()
 
 
-def moving() -> Any:
-    session = cast(Any, CudaSession.__new__(CudaSession))
-    session.shared, session._where = Arena.new(4096, torch.device("cpu")), torch.device("cpu")
-    session._child, session._frozen = Mock(**{"freeze.return_value": True}), True
-    session._send, session._expect = Mock(), Mock()
-    return session
+class Moving(CudaSession):
+    """One that stands still, and no process."""
+
+    def __init__(self, is_far: bool = False) -> None:
+        self.shared: Any = Arena.new(4096, torch.device("cpu"))
+        self.process, self.given, self.orders = Mock(**{"freeze.return_value": True}), list[bytes](), list[wire.Order]()
+        self._where, self._child, self._frozen, self.is_far = torch.device("cpu"), self.process, True, is_far
+        self.shared.is_on_host = is_far
+
+    @property
+    def stands_still(self) -> bool:
+        return self._frozen
+
+    def _send(self, order: bytes, *fds: int) -> None:
+        self.orders.append(wire.decode_order(order))
+        self.given += [os.pread(fd, 4096, 0) for fd in fds]
+
+    def _expect(self, kind: Any, deadline_s: float) -> Any:
+        return wire.Ready()
 
 
 def test_who_stood_still_does_so_after_a_move() -> None:
     """Else a candidate's process would run beside a timed call of its reference."""
-    session = moving()
+    session = Moving()
     session.move(to_host=False)
-    assert session._child.mock_calls == [], "it lies there"
+    assert session.process.mock_calls == [], "it lies there"
     session.move(to_host=True)
-    assert [call[0] for call in session._child.mock_calls] == ["thaw", "freeze"]
-    assert session._frozen
-    assert session._send.call_args.args == (wire.encode(wire.Move()),), "no memory of the host's"
+    assert [call[0] for call in session.process.mock_calls] == ["thaw", "freeze"]
+    assert session.stands_still
+    assert session.orders == [wire.Move()]
+    assert not session.given, "no memory of the host's"
 
 
 def test_what_a_candidate_gets_of_the_gpu_holds_nothing_while_it_is_awake() -> None:
-    session, given = moving(), list[bytes]()
+    session = Moving()
     session.shared.raw.fill_(7)
     session.move(to_host=True)
-    session._send = lambda order, *fds: given.extend(os.pread(fd, 4096, 0) for fd in fds)
     session.move(to_host=False)
-    assert not any(given[0])
-    assert os.pread(session.shared._fd, 4096, 0) == bytes([7]) * 4096
+    assert not any(session.given[0])
+    assert os.pread(session.shared.export(), 4096, 0) == bytes([7]) * 4096
     assert bool((session.shared.raw == 7).all())
 
 
@@ -513,10 +527,8 @@ def test_who_gives_no_memory_back_is_at_fault_where_nobody_else_takes_any(
     free = iter(range(0, 1000 * max(1, gives_back), max(1, gives_back)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (next(free), 0))
     sides = cast(Any, Sides.__new__(Sides))
-    sides.reference, sides.candidate, sides.takes_turns = moving(), moving(), True
-    sides._has_neighbours = lambda: bool(others)
-    sides.reference.is_far = True
-    sides.reference.shared.is_on_host = True
+    sides.reference, sides.candidate, sides.takes_turns = Moving(is_far=True), Moving(), True
+    sides.has_neighbours = lambda: bool(others)
     sides.bring(sides.reference)
     sides.bring(sides.candidate)
     with pytest.raises(CandidateFault, match="told to give back") if is_fault else contextlib.nullcontext():
@@ -576,33 +588,40 @@ class Ahead(runner.CudaRunner):
         return wire.Timed(nonce, 2000.0, 1000.0, 2000.0)
 
 
+class Pairs(CudaStopwatch):
+    """Of ordinary forwards of two that take turns, and where both lay after each call: who was called comes first."""
+
+    def take(self, count: int) -> None:
+        assert self._sides.takes_turns
+        self._sides.refused, self._empty, self.seen = "events", 0.0, set[tuple[bool, bool]]()
+        self._sides.has_neighbours = lambda: True
+        for _ in range(count):
+            self._pair()
+
+    def _sample(self, session: Any) -> TimedCall:
+        told, both = super()._sample(session), [self._sides.reference, self._sides.candidate]
+        other: Any = both[session is both[0]]
+        self.seen.add((session.shared.is_on_host, other.shared.is_on_host))
+        return told
+
+
 @pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize("is_hostile", [True, False])
 def test_who_works_when_it_is_moved_has_no_inputs_to_work_on(monkeypatch: pytest.MonkeyPatch, is_hostile: bool) -> None:
     """20 pairs of 20 passed, at fifty times its reference's speed, while it was awake with the inputs."""
     monkeypatch.setattr(runner, "CudaRunner", Ahead)
-    found = far(monkeypatch, Place(inputs=True))
+    found = far(monkeypatch, Offloaded(inputs=True))
     found.spares = idle()
     session = cast(Any, found.open(cast(Any, None), Submission(SOURCE.replace("Model", "ModelNew"), "torch"), 5.0))
     found.attach(session)
     options = bench_options(sections.TimingBench(), "cpu")
     checker = Checker(cast(Any, None), found, options, random.Random(3), cast(Any, None))
     checker.session = session
-    watch = cast(Any, CudaStopwatch(checker, found.session, options, random.Random(5), lambda: None))
-    assert watch._sides.takes_turns
-    watch._sides.refused, watch._empty, watch._sides._has_neighbours = "events", 0.0, lambda: True
-    ours, seen, sample = cast(Any, found.session), set[tuple[bool, bool]](), watch._sample
-
-    def sampled(side: Any) -> Any:
-        told = sample(side)
-        seen.add((side.shared.is_on_host, (session if side is ours else ours).shared.is_on_host))
-        return told
-
-    watch._sample = sampled
+    watch = Pairs(checker, found.session, options, random.Random(5), lambda: None)
     runners[-1].is_hostile = is_hostile
     with pytest.raises(CandidateFault, match="of a timed call are wrong") if is_hostile else contextlib.nullcontext():
-        for _ in range(20):
-            watch._pair()
+        watch.take(20)
+    ours, seen = cast(Any, found.session), watch.seen
     assert seen == {(False, True)}, "whose call is timed lies on the GPU, the other does not"
     watch.close()
     assert ours.shared.is_on_host

@@ -128,7 +128,7 @@ class Replays:
         """
         self._first, self._last = self._last if is_alone else None, None
         self._was_brief = is_brief and self._is_brief and not is_alone
-        if reference.place.inputs:
+        if reference.offloaded.inputs:
             raise Unreplayable(_TOO_LARGE)
         if refused := reference.capture_refused():
             raise Unreplayable(f"its reference can't be timed as a graph ({refused})")

@@ -18,7 +18,7 @@ from kbrl_async.kernels.verify.cuda.replay import candidates
 from kbrl_async.kernels.verify.cuda.replay.candidates import Replays, _Written
 from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory, Unreplayable
 from kbrl_async.kernels.verify.cuda.starting import NoRoom
-from kbrl_async.kernels.verify.known import Place
+from kbrl_async.kernels.verify.known import Offloaded
 from kbrl_async.kernels.verify.session import Submission
 
 KERNEL = recording.Kernel("a" * 64, "run", (1, 1, 1), (1, 1, 1), 0, [b"12345678"])
@@ -123,7 +123,9 @@ def test_who_was_recorded_in_brief_is_asked_again_though_nobody_was_there_before
     found = replays(monkeypatch, written(KERNEL), Recorders())
     cast(Any, found._recorders).is_fresh = True
     refused = recording.Recording(refused="it reads from the device")
-    reference = Mock(place=Place(), examples=[], slot_bytes=0, weights_bytes=0, inside_bytes=0, plan=Mock(slots=1))
+    reference = Mock(
+        offloaded=Offloaded(), examples=[], slot_bytes=0, weights_bytes=0, inside_bytes=0, plan=Mock(slots=1)
+    )
     reference.capture_refused.return_value = ""
     reference.record.return_value = recording.encode(refused)
     monkeypatch.setattr(found, "_recorders_for", lambda *_: found._recorders)
@@ -142,7 +144,9 @@ def test_a_process_without_memory_for_its_context_is_memory_that_is_waited_for(
     found = replays(monkeypatch, written(KERNEL), Recorders())
     recorders, short = cast(Any, found._recorders), NoRoom("the GPU has no memory")
     recorders.is_fresh = True
-    reference = Mock(place=Place(), examples=[], slot_bytes=0, weights_bytes=0, inside_bytes=0, plan=Mock(slots=1))
+    reference = Mock(
+        offloaded=Offloaded(), examples=[], slot_bytes=0, weights_bytes=0, inside_bytes=0, plan=Mock(slots=1)
+    )
     reference.capture_refused.return_value = ""
     reference.record.side_effect = [short] if is_recorder else [recording.encode(written())]
     monkeypatch.setattr(found, "_recorders_for", lambda *_: found._recorders)
