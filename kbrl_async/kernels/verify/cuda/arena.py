@@ -13,12 +13,14 @@ other memory.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError, driver
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.hoarding import NoMemory
@@ -79,8 +81,12 @@ class DeviceArena:
         step = driver().granularity(device.index or 0)
         size = max(1, -(-size // step)) * step
         made = cls(driver().create(size, device.index or 0, is_on_host), size, device, is_on_host=is_on_host)
-        made.raw.zero_()
-        torch.cuda.synchronize()
+        try:
+            made.raw.zero_()
+            torch.cuda.synchronize()
+        except BaseException:
+            made.close()
+            raise
         return made
 
     @classmethod
@@ -118,6 +124,7 @@ class DeviceArena:
         in which none of these bytes is yet, and returns when it has let go of the old. Without it nobody else is told.
 
         :raises CudaError: the device has no memory for it. `NoMemory`: the host has none. Nothing has changed then.
+        :raises InfraError: it went wrong when the other had taken the new memory, in which nothing is.
         """
         if self.is_on_host is to_host:
             return
@@ -132,7 +139,15 @@ class DeviceArena:
             raise
         self._kept, self.is_on_host = None if to_host else old, to_host
         if to_host:
-            driver().call("cuMemRelease", old)
+            self._wipe(old)
+
+    def _wipe(self, handle: int) -> None:
+        """What lies there is nobody's who gets the memory next."""
+        try:
+            with self._seen(handle) as raw:
+                raw.zero_()
+        finally:
+            driver().call("cuMemRelease", handle)
 
     def _created(self, on_host: bool) -> int:
         try:
@@ -143,18 +158,29 @@ class DeviceArena:
             raise
 
     def _copied_to(self, handle: int, hand_over: Callable[[int], None] | None) -> None:
+        with self._seen(handle) as raw:
+            if hand_over is None:
+                raw.copy_(self.raw)
+                return
+            raw.zero_()
+            torch.cuda.synchronize()
+            fd = driver().export_fd(handle)
+            try:
+                hand_over(fd)
+            finally:
+                os.close(fd)
+            try:
+                raw.copy_(self.raw)
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                raise InfraError(f"memory of the GPU was lost when it was moved ({error})"[:300], _LESS) from error
+
+    @contextlib.contextmanager
+    def _seen(self, handle: int) -> Iterator[Any]:
+        """The bytes of other memory of this size; what was asked for is done when it ends."""
         there = driver().map(handle, self.size, self._device.index or 0)
         try:
-            raw: Any = torch.as_tensor(_Raw(there, self.size), device=self._device)
-            if hand_over is not None:
-                raw.zero_()
-                torch.cuda.synchronize()
-                fd = driver().export_fd(handle)
-                try:
-                    hand_over(fd)
-                finally:
-                    os.close(fd)
-            raw.copy_(self.raw)
+            yield torch.as_tensor(_Raw(there, self.size), device=self._device)
             torch.cuda.synchronize()
         finally:
             driver().clear(there, self.size)

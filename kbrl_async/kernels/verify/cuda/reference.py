@@ -60,6 +60,8 @@ _ROOM_SHARE = 0.4
 """As much as this of the bench's memory must be free before another reference is made; less, where benches share it."""
 _SETTINGS = re.compile(r"\b(backends|environ|set_\w+|use_deterministic_algorithms)\b")
 """A problem whose text changes settings of its process has that process to itself."""
+RECORDED_SHARE = 0.25
+"""Of what a verifier may plan with, for one arena that a candidate is recorded or replayed in."""
 _HOST_SHARE = 0.5
 """Of the host's memory that is free, what one reference may pin."""
 _KEPT_SHARE = 0.25
@@ -265,6 +267,8 @@ class CudaReference(Reference):
 
     def _fitting(self, sizes: Sizes, memory: int) -> Sizes:
         inside = max(self.inside, 2 * self.inside - sizes.outputs)
+        if 3 * sizes.inputs + 2 * sizes.outputs <= RECORDED_SHARE * memory:  # so it may be replayed, on the GPU only
+            inside = 0
         return sizes.placed(memory, inside, self._host_room)
 
     def _look_at_host(self) -> None:

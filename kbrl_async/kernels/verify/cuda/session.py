@@ -38,9 +38,13 @@ _POISON = 0x7F
 _CLAIM_SHARE, _CLAIM_NS = 1.1, 1_000_000
 """Two clocks may differ by so much."""
 _BLOCKED_S, _DRIVER_S = 0.1, 4.0
-_MOVE_S = 10.0
+_MOVE_S, _FAR_S = 10.0, 30.0
 _Answer = TypeVar("_Answer", wire.Captured, wire.Timed)
 _KEEPS_OUTPUTS = (wire.OP_POISON_ON, wire.OP_POISON_OFF, wire.OP_FREE)
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
 
 
 class TimedCall(msgspec.Struct, frozen=True):
@@ -255,20 +259,23 @@ class CudaSession(Session):
         finally:
             os.close(fd)
 
-    def move(self, to_host: bool) -> None:
-        """Its arena. A candidate's process is awake for that. So its memory of the host is nobody's but the bench's,
-        and what it gets of the GPU's holds nothing until it stands still again: it could work on the inputs of a timed
-        call before that, or on its outputs afterwards.
+    def move(self, to_host: bool, settle: Callable[[], None] = _nothing) -> None:
+        """Its arena. A candidate's process is awake for that: its memory of the host is nobody's but the bench's, and
+        what it gets of the GPU's holds nothing until it stands still again, and `settle` has returned.
 
         :raises CudaError: the memory is not there.
-        :raises CandidateFault: it gives no memory back.
         """
         shared = self.shared
         assert shared is not None
         if shared.is_on_host is to_host:
             return
+
+        def hand_over(fd: int) -> None:
+            self._hand_over(fd)
+            settle()
+
         if self.is_far or not to_host:
-            shared.move(to_host, self._hand_over)
+            shared.move(to_host, hand_over)
             return
         shared.move(to_host=True)
         before = torch.cuda.mem_get_info(self._where)[0]
@@ -281,7 +288,7 @@ class CudaSession(Session):
         was_frozen = self._frozen
         self.thaw()
         self._send(wire.encode(wire.Move()), *fds)
-        self._expect(wire.Ready, _MOVE_S)
+        self._expect(wire.Ready, _FAR_S if self.is_far else _MOVE_S)
         if was_frozen or not self.is_far:
             self._frozen = self._child.freeze()
 

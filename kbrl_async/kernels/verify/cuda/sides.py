@@ -11,6 +11,7 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.verify import compare, wire
 from kbrl_async.kernels.verify.checks import Checker
+from kbrl_async.kernels.verify.cuda.device_places import DevicePlaces
 from kbrl_async.kernels.verify.cuda.reference import CudaReference, ReferencePlan
 from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedSide
 from kbrl_async.kernels.verify.hoarding import NoMemory, tells_of_memory
@@ -29,8 +30,6 @@ _STRETCH = 1 << 23
 _LOOKED_AT = 256 << 20
 """Bytes of inputs and outputs of a timed call."""
 _IN_A_ROW = "calls that follow each other give wrong results, each alone is right: a race, or state that is left behind"
-_OFTEN = 2
-_KEEPS = "it keeps memory of the GPU that it was told to give back"
 _BESIDE = "a replay gives another result: it launches on another stream than torch's current one, or acts by phase"
 
 
@@ -50,8 +49,8 @@ def batch_for(plan: ReferencePlan, reference_ns: float, candidate_ns: float) -> 
 class Sides:
     """Of one candidate that is right so far, and `twin`, a child of its reference's."""
 
-    takes_turns = False
-    """Whether the GPU has room for one of both arenas only."""
+    places: DevicePlaces | None = None
+    """Where the GPU has room for one of both arenas only."""
 
     def __init__(self, checker: Checker, twin: Session, rng: random.Random) -> None:
         assert isinstance(checker.reference, CudaReference)
@@ -71,8 +70,9 @@ class Sides:
             self.batch = 1
         self.refused = ""
         """Why a forward can't be captured, so that an ordinary one is timed."""
-        self.takes_turns = checker.reference.offloaded.inputs
-        self.has_neighbours = checker.reference.has_neighbours
+        if checker.reference.offloaded.inputs:
+            assert isinstance(self.candidate, CudaSession)
+            self.places = DevicePlaces(twin, self.candidate, checker.reference.has_neighbours)
 
     def fill(self, slots: list[int]) -> None:
         """The same fresh values in both arenas."""
@@ -81,28 +81,15 @@ class Sides:
             self._rng.shuffle(places)
             self._pool.mix(places, self._rng)
 
+    def park(self) -> None:
+        """Before inputs are written that a call is timed on: see `device_places`."""
+        if self.places is not None:
+            self.places.park()
+
     def bring(self, side: TimedSide) -> None:
-        """This one's arena to the GPU, where it is not there already, and the other's to the host before.
-
-        :raises CandidateFault: it gives no memory back, twice in a row where nobody else takes any.
-        """
-        if not self.takes_turns:
-            return
-        for one in (self.reference, self.candidate):
-            if one is not side:
-                assert isinstance(one, CudaSession)
-                one.move(to_host=True)
-        assert isinstance(self.candidate, CudaSession)
-        assert isinstance(side, CudaSession)
-        if self.candidate.has_kept >= _OFTEN and not self.has_neighbours():
-            raise CandidateFault(Fault.OUT_OF_MEMORY, _KEEPS)
-        side.move(to_host=False)
-
-    def leave(self) -> None:
-        """Nothing of the reference's stays on the GPU for being timed."""
-        if self.takes_turns:
-            assert isinstance(self.reference, CudaSession)
-            self.reference.move(to_host=True)
+        """Before a call of this one's is timed, or asked for."""
+        if self.places is not None:
+            self.places.bring(side)
 
     def keep_freed(self, is_kept: bool) -> None:
         """See `CudaSession.keeps_freed`."""
@@ -149,6 +136,7 @@ class Sides:
         device last for, could do from its second forward on what is right of timed calls' inputs alone.
         """
         count = self.batch
+        self.park()
         self.fill(list(range(count)))
         tolerances = self._placed_sets(count) if self.candidate.is_trusted else {}
         self.candidate.poison()

@@ -30,7 +30,6 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
-from kbrl_async.errors import InfraError
 from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.stages import span
@@ -59,7 +58,7 @@ _PATIENCE_S = 0.5
 _FEW, _ENOUGH_ABOVE = (2, 3, 4), 1.3
 _LONG_CALL_NS = 5e6
 """A call this long needs no warm-up after those that were checked, and one pair tells how much slower it is."""
-_MOST_APART_S = 60.0
+_MOST_APART_S, _BEATS = 60.0, 3
 _LEFT_OUT = 0.05
 """Of the pairs of what is replayed: before them runs one that looks like any other, without one of its slots."""
 _ELSEWHERE = "captured once more, forward launches other kernels than before: it acts by phase"
@@ -95,19 +94,17 @@ class CudaStopwatch:
         self._slot = self._pairs = 0
         self._apart_s = 0.0
         """Seconds that are not charged to the measurement's cap."""
-        self._is_busy = False
-        """Whether others were at work when a call of this pair began."""
         self._kernels: dict[str, int] = {}
         self._ballast: list[DeviceArena] = []
         self._moved: TimedSide = self._sides.reference if rng.random() < 0.5 else self._sides.candidate
         self._nvml, self._seen = nvml, list[Observation]()
         self._calibration, self._faults = calibration, Counter[str]()
         self._steady = Steady(None if nvml is None else nvml.max_sm_mhz())
+        if self._sides.places is not None:
+            self._sides.places.is_idle = lambda: self._wait_for_others(_BEATS)
 
     def close(self) -> None:
         self._sides.keep_freed(False)
-        with contextlib.suppress(CandidateFault, InfraError, CudaError, OSError):  # whoever asks it next will meet it
-            self._sides.leave()
         while self._ballast:
             self._ballast.pop().close()
 
@@ -147,6 +144,7 @@ class CudaStopwatch:
             measured = measure(self._pair, recipe, lambda: time.monotonic() - min(self._apart_s, _MOST_APART_S))
             with span("audited"):
                 self._claims.audit()
+            self._sides.bring(self._sides.candidate)  # whoever watches it next finds its memory there
         except CandidateFault as fault:
             self._checker.accuse(fault)
             return None
@@ -159,6 +157,7 @@ class CudaStopwatch:
         sides, candidate, limit = self._sides, self._sides.candidate, self._sides.limit_s
         both = (sides.reference, candidate)
         sides.keep_freed(bool(sides.refused))
+        sides.park()
         sides.fill(list(range(sides.plan.slots if sides.refused else sides.batch)))
         is_warm = candidate.is_trusted and _LONG_CALL_NS <= candidate.forward_ns < math.inf
         empties = []
@@ -169,19 +168,25 @@ class CudaStopwatch:
             empties.append((session.event if sides.refused else session.replay)(0, limit).empty_ns)
         self._empty: float = min(empties)
 
-    def _wait_for_others(self) -> bool:
-        """A process that stands still leaves its last kernel behind, which may be a long one. Whether it has ended."""
-        end = time.monotonic() + _PATIENCE_S
-        while self._calibration is not None and time.monotonic() < end:
-            beat = self._calibration.beat()
-            if beat.host_ns <= beat.ns + SHARED_NS:
-                return True
-        return self._calibration is None
+    def _wait_for_others(self, in_a_row: int = 1) -> bool:
+        """A process that stands still leaves its last kernel behind, which may be a long one. Whether it has ended, as
+        so many looks in a row say.
+        """
+        end, found = time.monotonic() + _PATIENCE_S, 0
+        while self._calibration is not None and found < in_a_row:
+            found = found + 1 if self._is_alone() else 0
+            if found < in_a_row and time.monotonic() >= end:
+                return False
+        return True
+
+    def _is_alone(self) -> bool:
+        beat = None if self._calibration is None else self._calibration.beat()
+        return beat is None or beat.host_ns <= beat.ns + SHARED_NS
 
     def _pair(self) -> Pair:
         self._tick()
         every = self._options.recipe.pairs_a_place
-        if every and self._pairs and self._pairs % every == 0 and not self._sides.takes_turns:
+        if every and self._pairs and self._pairs % every == 0 and self._sides.places is None:
             self._move()  # who takes turns has other memory in each call
         self._pairs += 1
         if self._rng.random() < _LEFT_OUT:
@@ -191,6 +196,7 @@ class CudaStopwatch:
         self._slot = (self._slot + 1) % self._sides.plan.slots if self._sides.refused else 0
         slots = list(range(self._slot, self._slot + count))
         with span("pairs: filled"), self._apart():
+            self._sides.park()
             self._sides.fill(slots)
         sides: list[TimedSide] = [self._sides.reference, self._sides.candidate]
         self._rng.shuffle(sides)
@@ -203,8 +209,8 @@ class CudaStopwatch:
         net = self._net(reference, count), self._net(candidate, count)
         with span("pairs: clock"):
             mhz, fault = self._clock()
-        if self._is_busy:
-            self._is_busy, fault = False, fault or "shared"
+        if self._sides.places is not None and self._sides.places.is_busy:
+            self._sides.places.is_busy, fault = False, fault or "shared"
         self._faults[fault] += bool(fault)
         return Pair(*net, waited=float(fault == "shared"), polluted=bool(fault), mhz=mhz)
 
@@ -254,14 +260,16 @@ class CudaStopwatch:
         return max(_FLOOR_NS, sample.elapsed_ns - self._empty) / count
 
     def _sample(self, session: TimedSide) -> TimedCall:
-        if self._sides.takes_turns:
-            with self._apart():
-                self._sides.bring(session)
-                self._is_busy |= not self._wait_for_others()  # what a candidate has begun while it was moved
+        places = self._sides.places
+        with self._apart():
+            self._sides.bring(session)
         # Of the reference, too: both find the GPU as the same work of ours left it.
         session.poison(None if self._sides.refused else self._sides.batch)
         limit = self._sides.limit_s
-        return session.event(self._slot, limit) if self._sides.refused else session.replay(1, limit)
+        told = session.event(self._slot, limit) if self._sides.refused else session.replay(1, limit)
+        if places is not None and not self._is_alone():  # what it left behind: a move would wait for that
+            places.is_busy = True
+        return told
 
     def _timing(self, measured: Measured) -> Timing:
         empty = f"{self._empty / 1000:.1f} µs of empty events subtracted"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.c import launch
@@ -19,6 +20,7 @@ from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
 from protocols.records import BenchReport, Candidate, Problem, Verdict
+from tests.unit.kernels.verify import pretended_gpu
 
 SCALE_AND_SHIFT = """
 import torch
@@ -130,3 +132,9 @@ def compile_raw(tmp_path: Path) -> Callable[[str], dict[str, Path]]:
         return {launch.source_key(source): target}
 
     return run
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[pretended_gpu.Memory]:
+    with torch.no_grad():
+        yield pretended_gpu.pretend(monkeypatch)

@@ -2,93 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable
-from typing import Any
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
+from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError
-from kbrl_async.kernels.verify.cuda import arena
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.hoarding import NoMemory
-from tests.unit.kernels.verify.test_shared_arenas import ANONYMOUS, FIXED, PRIVATE, SHARED, mapped
+from tests.unit.kernels.verify.pretended_gpu import Memory, pretend_memory
 
 SIZE, CPU = 8192, torch.device("cpu")
 
 
-class Memory:
-    """A driver whose memory is files, and whose addresses are this process's. `fails`: a call that does, once."""
-
-    def __init__(self) -> None:
-        self.live: dict[int, int] = {}
-        self.on_host: set[int] = set()
-        self.fails = ""
-        self._next = 100
-
-    def _try(self, name: str) -> None:
-        if name == self.fails:
-            self.fails = ""
-            raise CudaError(name, 2, "CUDA_ERROR_OUT_OF_MEMORY")
-
-    def granularity(self, device: int) -> int:
-        return SIZE
-
-    def create(self, size: int, device: int, is_on_host: bool = False) -> int:
-        self._try("create on the host" if is_on_host else "create")
-        fd = os.memfd_create("memory")
-        os.write(fd, bytes([7]) * size)
-        return self._added(fd, is_on_host)
-
-    def _added(self, fd: int, is_on_host: bool = False) -> int:
-        self._next += 1
-        self.live[self._next] = fd
-        if is_on_host:
-            self.on_host.add(self._next)
-        return self._next
-
-    def export_fd(self, handle: int) -> int:
-        return os.dup(self.live[handle])
-
-    def import_fd(self, fd: int) -> int:
-        return self._added(os.dup(fd))
-
-    def map(self, handle: int, size: int, device: int, at: int = 0) -> int:
-        self._try("map")
-        return mapped(None, size, SHARED, self.live[handle])
-
-    def fill_in(self, address: int, handle: int, size: int, device: int) -> None:
-        self._try("fill_in")
-        mapped(address, size, SHARED | FIXED, self.live[handle])
-
-    def clear(self, address: int, size: int) -> None:
-        self.call("cuMemUnmap", address, size)
-
-    def take_out(self, address: int, handle: int, size: int) -> None:
-        self.clear(address, size)
-        self.call("cuMemRelease", handle)
-
-    def call(self, name: str, *given: int) -> None:
-        if name == "cuMemUnmap":
-            mapped(given[0], given[1], PRIVATE | ANONYMOUS | FIXED, -1)
-        if name == "cuMemRelease":
-            os.close(self.live.pop(given[0]))
-
-
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
-    made = Memory()
-
-    def seen(address: int, size: int) -> Any:
-        return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=np.uint8)
-
-    monkeypatch.setattr(arena, "driver", lambda: made)
-    monkeypatch.setattr(arena, "_Raw", seen)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return made
+    return pretend_memory(monkeypatch, SIZE)
 
 
 def filled() -> DeviceArena:
@@ -203,3 +135,25 @@ def test_a_process_gives_back_all_whether_it_has_any_or_not(memory: Memory, leav
     close()
     ours.close()
     assert not memory.live
+
+
+def test_what_lay_on_a_gpu_is_gone_when_its_memory_is(memory: Memory) -> None:
+    """What an expected answer lay in may be the next one's that a candidate is given."""
+    made = filled()
+    kept = made.export()
+    made.move(to_host=True)
+    assert os.pread(kept, SIZE, 0) == bytes(SIZE)
+    os.close(kept)
+
+
+def test_what_goes_wrong_once_the_other_has_followed_is_a_fault_of_the_host(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes over memory in which nothing is: its reference is made anew."""
+    made = filled()
+
+    def follow(fd: int) -> None:
+        monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=RuntimeError("an error of the device")))
+
+    with pytest.raises(InfraError, match="was lost"):
+        made.move(True, follow)

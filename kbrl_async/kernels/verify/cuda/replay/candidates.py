@@ -22,7 +22,7 @@ from kbrl_async.kernels.sandbox import Limits, Zygote
 from kbrl_async.kernels.stages import span, tally
 from kbrl_async.kernels.verify import compare, validation, values, wire
 from kbrl_async.kernels.verify.cuda.record.session import MAX_SERVED, Recorders, spares_for
-from kbrl_async.kernels.verify.cuda.reference import CudaReference
+from kbrl_async.kernels.verify.cuda.reference import RECORDED_SHARE, CudaReference
 from kbrl_async.kernels.verify.cuda.replay.host import ReplayHost, ShortOfMemory, Unreplayable
 from kbrl_async.kernels.verify.cuda.replay.images import Unloadable, images
 from kbrl_async.kernels.verify.cuda.replay.session import ReplaySession
@@ -33,8 +33,6 @@ from kbrl_async.kernels.verify.replies import Malformed
 from kbrl_async.kernels.verify.session import CandidateFault, Submission
 
 _LEAST_BYTES = 1 << 30
-_MOST_SHARE = 0.25
-"""Of what a verifier may plan with, for one arena: a player has one, and each of the two recorders."""
 _BESIDE = 512 << 20
 _LITTLE = 2 << 20
 """Of an arena between two candidates, where others want the memory."""
@@ -280,7 +278,7 @@ class Replays:
     @property
     def _most(self) -> int:
         """Bytes of an arena, at most."""
-        return int(_MOST_SHARE * self._share) // _LEAST_BYTES * _LEAST_BYTES
+        return int(RECORDED_SHARE * self._share) // _LEAST_BYTES * _LEAST_BYTES
 
     def _recorders_for(self, size: int, more: int, needed: int = 0) -> Recorders:
         """`more`: bytes that are good to have, where what was predicted (`needed`) leaves them of a verifier's share.
