@@ -137,14 +137,18 @@ class Sizes(msgspec.Struct, frozen=True):
         """Bytes of the host, at most: both arenas have their place there."""
         return 2 * (self.inputs + self.outputs) * self.offloaded.inputs + 2 * self.weights * self.offloaded.weights
 
-    def placed(self, memory: int, inside: int, host: int) -> Sizes:
+    def placed(self, memory: int, inside: int, host: int, is_replayable: bool = False) -> Sizes:
         """With as little on the host, of which `host` bytes may be taken, as `memory` bytes ask for; it is the last
-        resort to forget what forward needs `inside`.
+        resort to forget what forward needs `inside`. `is_replayable`: which it is as long as its inputs are on the GPU;
+        they do not leave it for what is needed inside.
         """
         ways = [msgspec.structs.replace(self, offloaded=way) for way in _WAYS]
         possible = [sizes for sizes in ways if sizes.on_host <= host]
-        fitting = (one for needed in (inside, 0) for one in possible if one.asked + needed <= memory)
-        return next(fitting, min(possible, key=lambda one: one.asked))
+        for needed in (inside, 0):
+            for one in possible:
+                if one.asked + needed <= memory and not (needed and is_replayable and one.offloaded.inputs):
+                    return one
+        return min(possible, key=lambda one: one.asked)
 
     def are_kept(self, memory: int, draws: int, slots: int) -> bool:
         """Whether `memory` bytes, of which others want some, are enough to keep all sets."""

@@ -131,16 +131,12 @@ class CudaReference(Reference):
     def _begin(self, zygote: Zygote) -> Session:
         options = self._options
         self.copies = True
-        self._look_at_host()
         setup = wire.Setup(self.problem.source, "Model", self.seed, device=options.device)
         with span("a reference's process"):
             session = CudaSession(zygote, setup, (), options.limits, options.reference_deadline_s, self._homes)
             metas = [*session.ready.init_tensors, *(meta for _, meta in session.ready.weights)]
             try:
-                if metas:
-                    sizes = Sizes(0, weights=sum(values.size_of_meta(meta) for _, meta in session.ready.weights))
-                    is_far = self._fitting(sizes, self.plannable_bytes()).offloaded.weights
-                    self._weights = session.fetch(metas, options.reference_deadline_s, is_far)
+                self._weights = session.fetch(metas, options.reference_deadline_s) if metas else None
             except BaseException:
                 session.close()
                 raise
@@ -267,15 +263,14 @@ class CudaReference(Reference):
 
     def _fitting(self, sizes: Sizes, memory: int) -> Sizes:
         inside = max(self.inside, 2 * self.inside - sizes.outputs)
-        if 3 * sizes.inputs + 2 * sizes.outputs <= RECORDED_SHARE * memory:  # so it may be replayed, on the GPU only
-            inside = 0
-        return sizes.placed(memory, inside, self._host_room)
+        is_replayable = 3 * sizes.inputs + 2 * sizes.outputs <= RECORDED_SHARE * memory
+        return sizes.placed(memory, inside, self._host_room, is_replayable)
 
     def _look_at_host(self) -> None:
         """What it has there already is its own."""
         has_any = driver().has_host_memory(self._where.index or 0)
-        own = self.far_bytes if hasattr(self, "session") else 0
-        self._host_room = int(_HOST_SHARE * (psutil.virtual_memory().available + own)) if has_any else 0
+        room = psutil.virtual_memory().available + self.far_bytes
+        self._host_room = int(_HOST_SHARE * room) if has_any else 0
 
     def _placed(self, sizes: Sizes, memory: int) -> Sizes:
         """What was on the host once stays there until the next secrets are drawn. What has room for all sets at once

@@ -32,6 +32,7 @@ from kbrl_async.kernels.verify.cuda.arena import ALIGNMENT, DeviceArena
 from kbrl_async.kernels.verify.cuda.prewarmed import ENTRY, PrewarmedChildren, as_files
 from kbrl_async.kernels.verify.layouts import TensorCheck, never
 from kbrl_async.kernels.verify.memory import as_message
+from kbrl_async.kernels.verify.options import Tick, no_tick
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Judged, Session, no_meter
 
 _POISON = 0x7F
@@ -41,10 +42,6 @@ _BLOCKED_S, _DRIVER_S = 0.1, 4.0
 _MOVE_S, _FAR_S = 10.0, 30.0
 _Answer = TypeVar("_Answer", wire.Captured, wire.Timed)
 _KEEPS_OUTPUTS = (wire.OP_POISON_ON, wire.OP_POISON_OFF, wire.OP_FREE)
-
-
-def _nothing() -> None:
-    """There is nothing to wait for."""
 
 
 class TimedCall(msgspec.Struct, frozen=True):
@@ -259,7 +256,7 @@ class CudaSession(Session):
         finally:
             os.close(fd)
 
-    def move(self, to_host: bool, settle: Callable[[], None] = _nothing) -> None:
+    def move(self, to_host: bool, settle: Tick = no_tick) -> None:
         """Its arena. A candidate's process is awake for that: its memory of the host is nobody's but the bench's, and
         what it gets of the GPU's holds nothing until it stands still again, and `settle` has returned.
 
@@ -292,10 +289,10 @@ class CudaSession(Session):
         if was_frozen or not self.is_far:
             self._frozen = self._child.freeze()
 
-    def fetch(self, metas: list[wire.TensorMeta], deadline_s: float, is_far: bool = False) -> DeviceArena:
-        """The tensors that the child described last, in memory of our own from now on: the host's where `is_far`."""
+    def fetch(self, metas: list[wire.TensorMeta], deadline_s: float) -> DeviceArena:
+        """The tensors that the child described last, in memory of our own from now on."""
         end = max((meta.place + _bytes(meta) for meta in metas), default=0)
-        arena = DeviceArena.new(end, self._where, is_far)
+        arena = DeviceArena.new(end, self._where, self.is_far)
         try:
             self._send_arena(wire.Export(arena.size), arena)
             self._expect(wire.Ready, deadline_s)
@@ -313,7 +310,7 @@ class CudaSession(Session):
         self.thaw()
         self._child.channel.send(wire.encode(wire.Draw(seed, more=more)))
         drawn = self._expect(wire.Drawn, deadline_s)
-        arena = self.fetch(drawn.tensors, deadline_s, self.is_far)
+        arena = self.fetch(drawn.tensors, deadline_s)
         return drawn.tree, [arena.view(meta) for meta in drawn.tensors], arena
 
     def lent(self, seed: int, deadline_s: float) -> tuple[wire.Tree, list[torch.Tensor], DeviceArena | None]:

@@ -183,6 +183,23 @@ def test_as_little_as_possible_lies_on_the_host(memory: int, inside: int, host: 
     assert found.asked <= memory or memory < 19_000
 
 
+@pytest.mark.parametrize(
+    ("memory", "inside", "offloaded"),
+    [
+        (21_400, 500, Offloaded(weights=True)),
+        (18_000, 500, Offloaded(inputs=True)),  # without it does not fit whatever is inside
+        (19_000, 3000, Offloaded(weights=True)),  # with its inputs on the host it would, and be watched
+        (19_000, 9000, Offloaded(weights=True)),
+    ],
+)
+def test_what_may_be_replayed_keeps_its_inputs_on_the_gpu_for_what_is_inside(
+    memory: int, inside: int, offloaded: Offloaded
+) -> None:
+    sizes = Sizes(1000, 3000, 1000, frees=True)
+    assert sizes.placed(memory, inside, 10**6, is_replayable=True).offloaded == offloaded
+    assert sizes.placed(19_000, 3000, 10**6).offloaded == Offloaded(inputs=True, weights=True)
+
+
 def test_new_secrets_are_made_when_those_of_before_are_gone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both at once would be twice what was planned."""
     reference = bench.references.get(PROBLEM).references[0]
