@@ -30,11 +30,11 @@ class DevicePlaces:
         reference: CudaSession,
         candidate: CudaSession,
         has_neighbours: Callable[[], bool],
-        is_idle: Callable[[], bool] = lambda: True,
+        is_idle: Callable[[], bool],
     ) -> None:
         """`is_idle` waits for the end of what is at work, for a while, and says whether it came."""
-        self._reference, self._candidate, self._has_neighbours = reference, candidate, has_neighbours
-        self.is_idle, self.is_busy = is_idle, False
+        self._reference, self._candidate = reference, candidate
+        self._has_neighbours, self._is_idle, self.is_busy = has_neighbours, is_idle, False
 
     def park(self) -> None:
         """The candidate's to the host.
@@ -56,4 +56,4 @@ class DevicePlaces:
         self._settle()
 
     def _settle(self) -> None:
-        self.is_busy |= not self.is_idle()
+        self.is_busy |= not self._is_idle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -52,7 +53,10 @@ class Sides:
     places: DevicePlaces | None = None
     """Where the GPU has room for one of both arenas only."""
 
-    def __init__(self, checker: Checker, twin: Session, rng: random.Random) -> None:
+    def __init__(
+        self, checker: Checker, twin: Session, rng: random.Random, is_idle: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`is_idle`: see `DevicePlaces`; nothing that is not timed asks for it."""
         assert isinstance(checker.reference, CudaReference)
         assert isinstance(twin, CudaSession)
         assert isinstance(checker.session, TimedSide)
@@ -72,7 +76,7 @@ class Sides:
         """Why a forward can't be captured, so that an ordinary one is timed."""
         if checker.reference.offloaded.inputs:
             assert isinstance(self.candidate, CudaSession)
-            self.places = DevicePlaces(twin, self.candidate, checker.reference.has_neighbours)
+            self.places = DevicePlaces(twin, self.candidate, checker.reference.has_neighbours, is_idle)
 
     def fill(self, slots: list[int]) -> None:
         """The same fresh values in both arenas."""

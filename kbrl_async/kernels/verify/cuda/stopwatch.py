@@ -89,7 +89,7 @@ class CudaStopwatch:
         calibration: Calibration | None = None,
     ) -> None:
         self._checker, self._options, self._rng, self._tick = checker, options, rng, tick
-        self._sides = Sides(checker, twin, rng)
+        self._sides = Sides(checker, twin, rng, lambda: self._wait_for_others(_BEATS))
         self._claims = Claims(checker, self._sides)
         self._slot = self._pairs = 0
         self._apart_s = 0.0
@@ -100,8 +100,6 @@ class CudaStopwatch:
         self._nvml, self._seen = nvml, list[Observation]()
         self._calibration, self._faults = calibration, Counter[str]()
         self._steady = Steady(None if nvml is None else nvml.max_sm_mhz())
-        if self._sides.places is not None:
-            self._sides.places.is_idle = lambda: self._wait_for_others(_BEATS)
 
     def close(self) -> None:
         self._sides.keep_freed(False)

@@ -99,7 +99,7 @@ def test_who_gives_no_memory_back_is_at_fault_where_nobody_else_takes_any(
     free = iter(range(0, 1000 * max(1, gives_back), max(1, gives_back)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (next(free), 0))
     reference, candidate = Moving(is_far=True), Moving()
-    both = DevicePlaces(reference, candidate, lambda: bool(others))
+    both = DevicePlaces(reference, candidate, lambda: bool(others), lambda: True)
     both.bring(reference)
     both.bring(candidate)
     with pytest.raises(CandidateFault, match="told to give back") if is_fault else contextlib.nullcontext():
@@ -108,7 +108,7 @@ def test_who_gives_no_memory_back_is_at_fault_where_nobody_else_takes_any(
 
 def test_one_of_both_is_on_the_gpu() -> None:
     reference, candidate = Moving(is_far=True), Moving()
-    both = DevicePlaces(reference, candidate, lambda: True)
+    both = DevicePlaces(reference, candidate, lambda: True, lambda: True)
     for side, other in ((reference, candidate), (candidate, reference), (candidate, reference)):
         both.bring(side)
         assert (side.shared.is_on_host, other.shared.is_on_host) == (False, True)

