@@ -157,6 +157,7 @@ def test_what_lies_on_the_host_is_judged_and_timed_all_the_same(name: str, slowe
         assert found.verdict.fault is Fault.OK, found.verdict
         assert watch.peak < 1.1 * reference.needed + BESIDE, (watch.peak, reference.needed)
         assert found.timing is not None
+        assert not found.timing.is_disturbed, found.timing
         assert 0.8 < found.timing.speedup * slower < 1.25, found.timing
         assert slower > 1 or found.timing.lo <= 1 <= found.timing.hi, found.timing
         bench.references.forget()

@@ -24,6 +24,7 @@ from kbrl_async.errors import InfraError
 from kbrl_async.kernels.cuda_driver import CudaError, driver
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.hoarding import NoMemory
+from kbrl_async.kernels.verify.options import Tick, no_tick
 
 ALIGNMENT = 512
 """As torch's own allocator aligns: a kernel must not find worse pointers here than anywhere else."""
@@ -32,6 +33,8 @@ BASE = 0x300000000000
 WINDOW = 1 << 38
 """Addresses from `BASE` on that a process which maps one arena after the other keeps for them: once they are free, the
 driver gives them to others."""
+_PIECE = 256 << 20
+"""Bytes that are copied at once: 5 ms over the bus."""
 _LESS = "Give the bench more of the GPU (timing_bench.memory_share), or the host more memory"
 
 
@@ -119,9 +122,12 @@ class DeviceArena:
     def host_bytes(self) -> int:
         return self.size if self.is_on_host or self._kept is not None else 0
 
-    def move(self, to_host: bool, hand_over: Callable[[int], None] | None = None) -> None:
+    def move(
+        self, to_host: bool, hand_over: Callable[[int], None] | None = None, after_a_piece: Tick = no_tick
+    ) -> None:
         """Its bytes, to the host or back. `hand_over` gives whoever maps this, too, the descriptor of the new memory,
         in which none of these bytes is yet, and returns when it has let go of the old. Without it nobody else is told.
+        `after_a_piece` is called when some more of them are there.
 
         :raises CudaError: the device has no memory for it. `NoMemory`: the host has none. Nothing has changed then.
         :raises InfraError: it went wrong when the other had taken the new memory, in which nothing is.
@@ -131,8 +137,8 @@ class DeviceArena:
         handle = self._kept if self._kept is not None and to_host else self._created(to_host)
         old = self._handle
         try:
-            self._copied_to(handle, hand_over)
-            self._put_behind(handle)
+            self._copied_to(handle, hand_over, after_a_piece)
+            self._put_behind(handle, is_shared=hand_over is not None)
         except BaseException:
             if handle != self._kept:
                 driver().call("cuMemRelease", handle)
@@ -150,14 +156,16 @@ class DeviceArena:
             driver().call("cuMemRelease", handle)
 
     def _created(self, on_host: bool) -> int:
+        index = self._device.index or 0
         try:
-            return driver().create(self.size, self._device.index or 0, on_host)
+            return driver().create(self.size, index, on_host)
         except CudaError as error:
             if on_host:
                 raise NoMemory(f"the host has no {self.size:,} bytes to pin ({error})", _LESS) from error
-            raise
+        torch.cuda.empty_cache()  # torch may have what the driver lacks
+        return driver().create(self.size, index)
 
-    def _copied_to(self, handle: int, hand_over: Callable[[int], None] | None) -> None:
+    def _copied_to(self, handle: int, hand_over: Callable[[int], None] | None, after_a_piece: Tick) -> None:
         with self._seen(handle) as raw:
             if hand_over is None:
                 raw.copy_(self.raw)
@@ -170,10 +178,12 @@ class DeviceArena:
             finally:
                 os.close(fd)
             try:
-                raw.copy_(self.raw)
-                torch.cuda.synchronize()
+                for begin in range(0, self.size, _PIECE):
+                    raw[begin : begin + _PIECE].copy_(self.raw[begin : begin + _PIECE])
+                    torch.cuda.synchronize()
+                    after_a_piece()
             except RuntimeError as error:
-                raise InfraError(f"memory of the GPU was lost when it was moved ({error})"[:300], _LESS) from error
+                raise _lost(error) from error
 
     @contextlib.contextmanager
     def _seen(self, handle: int) -> Iterator[Any]:
@@ -185,14 +195,16 @@ class DeviceArena:
         finally:
             driver().clear(there, self.size)
 
-    def _put_behind(self, handle: int) -> None:
-        """Where that fails, what was there is there again."""
+    def _put_behind(self, handle: int, is_shared: bool) -> None:
+        """Where that fails, what was there is there again; which is too late for another process that has followed."""
         index = self._device.index or 0
         driver().call("cuMemUnmap", self._address, self.size)
         try:
             driver().fill_in(self._address, handle, self.size, index)
-        except CudaError:
+        except CudaError as error:
             driver().fill_in(self._address, self._handle, self.size, index)
+            if is_shared:
+                raise _lost(error) from error
             raise
         self._handle = handle
 
@@ -211,6 +223,12 @@ class DeviceArena:
         driver().fill_in(self._address, handle, self.size, self._device.index or 0)
         self._handle = handle
 
+    def let_go(self) -> None:
+        """Of memory of the host that is kept for the next move."""
+        if self._kept is not None:
+            driver().call("cuMemRelease", self._kept)
+            self._kept = None
+
     def view(self, meta: wire.TensorMeta) -> torch.Tensor:
         """Raises `ValueError` where `meta` reaches outside of this arena."""
         return values.view(self.raw, meta)
@@ -220,10 +238,12 @@ class DeviceArena:
             return
         torch.cuda.synchronize()
         self.raw = None
-        if self._kept is not None:
-            driver().call("cuMemRelease", self._kept)
-            self._kept = None
+        self.let_go()
         if self._handle:
             driver().take_out(self._address, self._handle, self.size)
         if not self._is_reserved:
             driver().call("cuMemAddressFree", self._address, self.size)
+
+
+def _lost(error: Exception) -> InfraError:
+    return InfraError(f"memory of the GPU was lost when it was moved ({error})"[:300], _LESS)

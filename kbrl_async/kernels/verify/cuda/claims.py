@@ -21,6 +21,7 @@ _ORDINARY_NS = 400_000.0
 _TRUSTED_NS = 50_000.0
 """Allowed beside the claims of a process that no candidate's host code runs in, before longer calls are taken."""
 _BESIDE_RATIO = 1.5
+_CALLS = 3
 
 
 class Claims:
@@ -32,6 +33,8 @@ class Claims:
         """What the calls of a pair took beyond their claims: the candidate's, the reference's."""
         self._claims: list[float] = []
         self._beside: list[tuple[float, float]] = []
+        self.is_disturbed = False
+        """Whether others were at work in each of its calls, so that nothing can be said of their times."""
         self.hidden = 0.0
         """Nanoseconds of each forward that lie outside of a candidate's events."""
 
@@ -88,15 +91,25 @@ class Claims:
         of several calls, because a host only ever adds to them.
         """
         times = max(2, min(200, math.ceil(enough_ns / max(claim, _ORDINARY_NS if self._sides.refused else 1.0))))
-        least = {id(self._sides.reference): math.inf, id(self._sides.candidate): math.inf}
-        for _ in range(3):
-            for session in (self._sides.reference, self._sides.candidate):
-                many = self._many(session, times)
+        both = (self._sides.reference, self._sides.candidate)
+        least = {id(session): math.inf for session in both}
+        in_turns = self._sides.places is not None  # then each is moved once
+        for session in [one for one in both for _ in range(_CALLS)] if in_turns else both * _CALLS:
+            many = self._many(session, times)
+            if many is not None:
                 extra = (many.wall_ns - many.elapsed_ns) / times
                 least[id(session)] = min(least[id(session)], extra)
+        if math.inf in least.values():
+            self.is_disturbed = True
+            return 0.0
         return least[id(self._sides.candidate)] - least[id(self._sides.reference)]
 
-    def _many(self, session: TimedSide, times: int) -> TimedCall:
+    def _many(self, session: TimedSide, times: int) -> TimedCall | None:
+        """None where others were at work meanwhile."""
+        places = self._sides.places
+        if places is not None:
+            places.was_busy()
         self._sides.bring(session)
         limit = max(self._sides.limit_s, times * self._sides.limit_s / 10)
-        return session.events(times, limit) if self._sides.refused else session.replay(times, limit)
+        many = session.events(times, limit) if self._sides.refused else session.replay(times, limit)
+        return None if places is not None and places.was_busy() else many

@@ -6,13 +6,15 @@
 
 Whoever is moved is awake for that. So a candidate
 * is on the host when fresh inputs are written, in memory that it can't reach;
-* gets memory of the GPU that holds nothing; its inputs come when its process stands still again and the GPU is idle;
+* gets memory of the GPU that holds nothing; its inputs come when its process stands still again and the GPU is idle,
+  and nobody may be at work there while they come;
 * is timed, and has its outputs copied, before it is awake for the next move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from kbrl_async.kernels.verify.cuda.session import CudaSession
 from kbrl_async.kernels.verify.session import CandidateFault
@@ -22,19 +24,34 @@ _OFTEN = 2
 _KEEPS = "it keeps memory of the GPU that it was told to give back"
 
 
+class Looks(NamedTuple):
+    """Whether nobody is at work on the GPU."""
+
+    is_alone: Callable[[], bool]
+    """At this moment."""
+    is_idle: Callable[[], bool]
+    """Once what is at work has ended, which is waited for, but not for long."""
+
+
 class DevicePlaces:
-    """Where both arenas are. `is_busy`: others were at work on the GPU when somebody had been moved."""
+    """Where both arenas are. Who is at work on the GPU beside them counts once `watches` is set: before, others may."""
+
+    watches = False
 
     def __init__(
         self,
         reference: CudaSession,
         candidate: CudaSession,
         has_neighbours: Callable[[], bool],
-        is_idle: Callable[[], bool],
+        looks: Looks,
     ) -> None:
-        """`is_idle` waits for the end of what is at work, for a while, and says whether it came."""
         self._reference, self._candidate = reference, candidate
-        self._has_neighbours, self._is_idle, self.is_busy = has_neighbours, is_idle, False
+        self._has_neighbours, self._looks, self._is_busy = has_neighbours, looks, False
+
+    def was_busy(self) -> bool:
+        """Whether others were at work on the GPU, since this was asked, when somebody had been moved or called."""
+        was_busy, self._is_busy = self._is_busy, False
+        return was_busy
 
     def park(self) -> None:
         """The candidate's to the host.
@@ -52,8 +69,16 @@ class DevicePlaces:
             self._reference.move(to_host=False)
         else:
             self._reference.move(to_host=True)
-            self._candidate.move(to_host=False, settle=self._settle)
-        self._settle()
+            self._candidate.move(to_host=False, settle=self._settle, look=self.look)
+        self.look()
+
+    def leave(self) -> None:
+        """The reference's to the host, where it is between timings: the next candidate has the GPU's memory."""
+        self._reference.move(to_host=True)
+
+    def look(self) -> None:
+        """Nobody is waited for: what ends in the meantime may have been at work on what has just come."""
+        self._is_busy |= self.watches and not self._looks.is_alone()
 
     def _settle(self) -> None:
-        self.is_busy |= not self._is_idle()
+        self._is_busy |= self.watches and not self._looks.is_idle()

@@ -269,7 +269,7 @@ class CudaReference(Reference):
     def _look_at_host(self) -> None:
         """What it has there already is its own."""
         has_any = driver().has_host_memory(self._where.index or 0)
-        room = psutil.virtual_memory().available + self.far_bytes
+        room = psutil.virtual_memory().available + self._pinned_bytes
         self._host_room = int(_HOST_SHARE * room) if has_any else 0
 
     def _placed(self, sizes: Sizes, memory: int) -> Sizes:
@@ -283,6 +283,8 @@ class CudaReference(Reference):
         self.session.is_far = self.offloaded.inputs
         if self._weights is not None:
             self._weights.move(to_host=self.offloaded.weights)
+            if not self.offloaded.weights:
+                self._weights.let_go()
         return msgspec.structs.replace(sizes, offloaded=self.offloaded)
 
     def _close_drawn(self) -> None:
@@ -419,10 +421,14 @@ class CudaReference(Reference):
 
     @property
     def host_bytes(self) -> int:
-        return super().host_bytes + self.far_bytes
+        return super().host_bytes + self._pinned_bytes
 
     @property
     def far_bytes(self) -> int:
+        return sum(arena.size for arena in self._arenas if arena.is_on_host)
+
+    @property
+    def _pinned_bytes(self) -> int:
         return sum(arena.host_bytes for arena in self._arenas)
 
     @property

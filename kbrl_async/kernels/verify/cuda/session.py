@@ -256,9 +256,10 @@ class CudaSession(Session):
         finally:
             os.close(fd)
 
-    def move(self, to_host: bool, settle: Tick = no_tick) -> None:
+    def move(self, to_host: bool, settle: Tick = no_tick, look: Tick = no_tick) -> None:
         """Its arena. A candidate's process is awake for that: its memory of the host is nobody's but the bench's, and
-        what it gets of the GPU's holds nothing until it stands still again, and `settle` has returned.
+        what it gets of the GPU's holds nothing until it stands still again, and `settle` has returned. From then on
+        `look` is called while its contents come.
 
         :raises CudaError: the memory is not there.
         """
@@ -272,7 +273,7 @@ class CudaSession(Session):
             settle()
 
         if self.is_far or not to_host:
-            shared.move(to_host, hand_over)
+            shared.move(to_host, hand_over, look)
             return
         shared.move(to_host=True)
         before = torch.cuda.mem_get_info(self._where)[0]

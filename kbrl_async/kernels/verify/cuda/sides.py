@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 
 import msgspec
 import torch
@@ -12,7 +11,7 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.verify import compare, wire
 from kbrl_async.kernels.verify.checks import Checker
-from kbrl_async.kernels.verify.cuda.device_places import DevicePlaces
+from kbrl_async.kernels.verify.cuda.device_places import DevicePlaces, Looks
 from kbrl_async.kernels.verify.cuda.reference import CudaReference, ReferencePlan
 from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedSide
 from kbrl_async.kernels.verify.hoarding import NoMemory, tells_of_memory
@@ -22,6 +21,7 @@ from kbrl_async.kernels.verify.session import CandidateFault, Session
 from kbrl_async.kernels.verify.tolerance import Tolerance
 from protocols.records import Fault
 
+_UNSEEN = Looks(lambda: True, lambda: True)
 _SLOW, _SHORT_NS, _SLOW_BATCH_NS = 2.0, 150_000.0, 2_400_000.0
 """A forward shorter than the second is not told from a slow one by the time of a call."""
 _MAX_REASON = 200
@@ -53,10 +53,8 @@ class Sides:
     places: DevicePlaces | None = None
     """Where the GPU has room for one of both arenas only."""
 
-    def __init__(
-        self, checker: Checker, twin: Session, rng: random.Random, is_idle: Callable[[], bool] = lambda: True
-    ) -> None:
-        """`is_idle`: see `DevicePlaces`; nothing that is not timed asks for it."""
+    def __init__(self, checker: Checker, twin: Session, rng: random.Random, looks: Looks = _UNSEEN) -> None:
+        """Nothing that is not timed asks for `looks`."""
         assert isinstance(checker.reference, CudaReference)
         assert isinstance(twin, CudaSession)
         assert isinstance(checker.session, TimedSide)
@@ -76,7 +74,7 @@ class Sides:
         """Why a forward can't be captured, so that an ordinary one is timed."""
         if checker.reference.offloaded.inputs:
             assert isinstance(self.candidate, CudaSession)
-            self.places = DevicePlaces(twin, self.candidate, checker.reference.has_neighbours, is_idle)
+            self.places = DevicePlaces(twin, self.candidate, checker.reference.has_neighbours, looks)
 
     def fill(self, slots: list[int]) -> None:
         """The same fresh values in both arenas."""

@@ -41,6 +41,7 @@ from kbrl_async.kernels.timing.recipe import Point
 from kbrl_async.kernels.verify.checks import DEGENERATE_NOTE, Checker
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.claims import Claims
+from kbrl_async.kernels.verify.cuda.device_places import Looks
 from kbrl_async.kernels.verify.cuda.own_kernels import CapturedKernels
 from kbrl_async.kernels.verify.cuda.session import TimedCall, TimedSide
 from kbrl_async.kernels.verify.cuda.sides import CAPTURE_S, Sides
@@ -48,7 +49,7 @@ from kbrl_async.kernels.verify.hoarding import NoMemory, tells_of_memory
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.report import timing_of
 from kbrl_async.kernels.verify.session import CandidateFault, Session
-from protocols.records import Candidate, Fault, Timing
+from protocols.records import DISTURBED, Candidate, Fault, Timing
 
 _FLOOR_NS = 50.0
 _HIDDEN_NS = 30_000.0
@@ -89,7 +90,7 @@ class CudaStopwatch:
         calibration: Calibration | None = None,
     ) -> None:
         self._checker, self._options, self._rng, self._tick = checker, options, rng, tick
-        self._sides = Sides(checker, twin, rng, lambda: self._wait_for_others(_BEATS))
+        self._sides = Sides(checker, twin, rng, Looks(self._is_alone, lambda: self._wait_for_others(_BEATS)))
         self._claims = Claims(checker, self._sides)
         self._slot = self._pairs = 0
         self._apart_s = 0.0
@@ -103,6 +104,9 @@ class CudaStopwatch:
 
     def close(self) -> None:
         self._sides.keep_freed(False)
+        if self._sides.places is not None:
+            with contextlib.suppress(CudaError, NoMemory):  # it stays as it is then
+                self._sides.places.leave()
         while self._ballast:
             self._ballast.pop().close()
 
@@ -138,6 +142,8 @@ class CudaStopwatch:
             return None
         try:
             self._wait_for_others()
+            if self._sides.places is not None:
+                self._sides.places.watches = True
             recipe = _recipe(self._options.recipe, not self._sides.refused)
             measured = measure(self._pair, recipe, lambda: time.monotonic() - min(self._apart_s, _MOST_APART_S))
             with span("audited"):
@@ -146,6 +152,8 @@ class CudaStopwatch:
         except CandidateFault as fault:
             self._checker.accuse(fault)
             return None
+        if self._claims.is_disturbed:
+            measured = _as_disturbed(measured)
         return self._timing(_with_hidden(measured, self._claims.hidden))
 
     # ── pairs ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -170,24 +178,31 @@ class CudaStopwatch:
         """A process that stands still leaves its last kernel behind, which may be a long one. Whether it has ended, as
         so many looks in a row say.
         """
+        if self._calibration is None:
+            return False
         end, found = time.monotonic() + _PATIENCE_S, 0
-        while self._calibration is not None and found < in_a_row:
+        while found < in_a_row:
             found = found + 1 if self._is_alone() else 0
             if found < in_a_row and time.monotonic() >= end:
                 return False
         return True
 
     def _is_alone(self) -> bool:
-        beat = None if self._calibration is None else self._calibration.beat()
-        return beat is None or beat.host_ns <= beat.ns + SHARED_NS
+        """Nobody can know without a kernel that looks: then no pair of two that take turns counts."""
+        if self._calibration is None:
+            return False
+        beat = self._calibration.beat()
+        return beat.host_ns <= beat.ns + SHARED_NS
 
     def _pair(self) -> Pair:
         self._tick()
-        every = self._options.recipe.pairs_a_place
-        if every and self._pairs and self._pairs % every == 0 and self._sides.places is None:
+        every, places = self._options.recipe.pairs_a_place, self._sides.places
+        if every and self._pairs and self._pairs % every == 0 and places is None:
             self._move()  # who takes turns has other memory in each call
         self._pairs += 1
-        if self._rng.random() < _LEFT_OUT:
+        if places is not None:
+            places.was_busy()  # what was seen before this pair
+        if self._rng.random() < _LEFT_OUT and self._sides.candidate.is_trusted:  # only what is replayed leaves any out
             self._sides.fill(list(range(self._sides.batch)))
             self._sides.candidate.leaves_out(self._sides.limit_s)
         count = 1 if self._sides.refused else self._sides.batch
@@ -207,8 +222,8 @@ class CudaStopwatch:
         net = self._net(reference, count), self._net(candidate, count)
         with span("pairs: clock"):
             mhz, fault = self._clock()
-        if self._sides.places is not None and self._sides.places.is_busy:
-            self._sides.places.is_busy, fault = False, fault or "shared"
+        if places is not None and places.was_busy():
+            fault = fault or "shared"
         self._faults[fault] += bool(fault)
         return Pair(*net, waited=float(fault == "shared"), polluted=bool(fault), mhz=mhz)
 
@@ -265,8 +280,8 @@ class CudaStopwatch:
         session.poison(None if self._sides.refused else self._sides.batch)
         limit = self._sides.limit_s
         told = session.event(self._slot, limit) if self._sides.refused else session.replay(1, limit)
-        if places is not None and not self._is_alone():  # what it left behind: a move would wait for that
-            places.is_busy = True
+        if places is not None:
+            places.look()  # what it left behind: a move would wait for that
         return told
 
     def _timing(self, measured: Measured) -> Timing:
@@ -301,6 +316,12 @@ def _recipe(recipe: Recipe, is_graph: bool) -> Recipe:
     if recipe.resolved or recipe.placement == 0:
         return recipe
     return msgspec.structs.replace(recipe, resolved=RESOLVED)
+
+
+def _as_disturbed(measured: Measured) -> Measured:
+    inside = measured.interval
+    interval = Interval(inside.median, min(inside.lo, 1.0), inside.hi)
+    return msgspec.structs.replace(measured, interval=interval, stopped=DISTURBED)
 
 
 def _with_hidden(measured: Measured, hidden_ns: float) -> Measured:

@@ -50,16 +50,17 @@ def mapped(address: int | None, size: int, flags: int, fd: int) -> int:
 
 
 class Memory:
-    """A driver whose memory is files, and whose addresses are this process's. `fails`: a call that does, once."""
+    """A driver whose memory is files, and whose addresses are this process's. `fails`: a call that does, `times`."""
 
     def __init__(self, step: int = 4096) -> None:
         self.live: dict[int, int] = {}
         self.on_host: set[int] = set()
-        self.fails, self.made, self._step, self._next = "", 0, step, 100
+        self.fails, self.times, self.made, self._step, self._next = "", 1, 0, step, 100
 
     def _try(self, name: str) -> None:
         if name == self.fails:
-            self.fails = ""
+            self.times -= 1
+            self.fails = name if self.times else ""
             raise CudaError(name, 2, "CUDA_ERROR_OUT_OF_MEMORY")
 
     def granularity(self, device: int) -> int:

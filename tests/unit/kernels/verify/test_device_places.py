@@ -21,7 +21,7 @@ from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.cuda import runner
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.claims import Claims
-from kbrl_async.kernels.verify.cuda.device_places import DevicePlaces
+from kbrl_async.kernels.verify.cuda.device_places import DevicePlaces, Looks
 from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedCall
 from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch
 from kbrl_async.kernels.verify.input_set import place
@@ -30,6 +30,7 @@ from kbrl_async.kernels.verify.session import CandidateFault, Submission
 from tests.unit.kernels.verify.pretended_gpu import SOURCE, far, idle, pretend_memory
 
 SIZE = 4096
+SEEN = Looks(lambda: True, lambda: True)
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +100,7 @@ def test_who_gives_no_memory_back_is_at_fault_where_nobody_else_takes_any(
     free = iter(range(0, 1000 * max(1, gives_back), max(1, gives_back)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (next(free), 0))
     reference, candidate = Moving(is_far=True), Moving()
-    both = DevicePlaces(reference, candidate, lambda: bool(others), lambda: True)
+    both = DevicePlaces(reference, candidate, lambda: bool(others), SEEN)
     both.bring(reference)
     both.bring(candidate)
     with pytest.raises(CandidateFault, match="told to give back") if is_fault else contextlib.nullcontext():
@@ -108,7 +109,7 @@ def test_who_gives_no_memory_back_is_at_fault_where_nobody_else_takes_any(
 
 def test_one_of_both_is_on_the_gpu() -> None:
     reference, candidate = Moving(is_far=True), Moving()
-    both = DevicePlaces(reference, candidate, lambda: True, lambda: True)
+    both = DevicePlaces(reference, candidate, lambda: True, SEEN)
     for side, other in ((reference, candidate), (candidate, reference), (candidate, reference)):
         both.bring(side)
         assert (side.shared.is_on_host, other.shared.is_on_host) == (False, True)
@@ -117,11 +118,36 @@ def test_one_of_both_is_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
-def test_who_is_at_work_after_a_move_is_known(is_idle: bool) -> None:
+@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize("watches", [True, False])
+def test_who_is_at_work_after_a_move_is_known(is_idle: bool, is_alone: bool, watches: bool) -> None:
+    """In the window alone: before it, others may work."""
     reference, candidate = Moving(is_far=True), Moving()
-    both = DevicePlaces(reference, candidate, lambda: True, lambda: is_idle)
-    both.bring(reference)
-    assert both.is_busy is not is_idle
+    both = DevicePlaces(reference, candidate, lambda: True, Looks(lambda: is_alone, lambda: is_idle))
+    both.watches = watches
+    for side, is_waited_for in ((reference, False), (candidate, True)):
+        both.bring(side)
+        assert both.was_busy() is (watches and not (is_alone and (is_idle or not is_waited_for)))
+        assert not both.was_busy(), "it is told once"
+
+
+def test_who_begins_once_its_inputs_come_is_seen_while_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the end it may be over: half a second was waited for it then, and it was forgiven."""
+    monkeypatch.setattr("kbrl_async.kernels.verify.cuda.arena._PIECE", SIZE // 4)
+    reference, candidate = Moving(is_far=True), Moving()
+    candidate.shared.raw.fill_(5)
+    came = list[int]()
+
+    def is_alone() -> bool:
+        came.append(sum(map(bool, os.pread(candidate.given[-1], SIZE, 0))) if candidate.given else 0)
+        return came[-1] != SIZE // 2
+
+    both = DevicePlaces(reference, candidate, lambda: True, Looks(is_alone, lambda: True))
+    both.park()
+    both.watches = True
+    both.bring(candidate)
+    assert came == [SIZE // 4, SIZE // 2, 3 * SIZE // 4, SIZE, SIZE]
+    assert both.was_busy()
 
 
 # ── pairs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -195,6 +221,7 @@ class Pairs(CudaStopwatch):
     def take(self, count: int) -> int:
         """So many were disturbed."""
         assert self._sides.places is not None
+        self._sides.places.watches = True
         self._sides.refused, self._empty, self.seen = "events", 0.0, set[tuple[bool, bool]]()
         return sum(self._pair().polluted for _ in range(count))
 
@@ -208,8 +235,10 @@ class Pairs(CudaStopwatch):
         return measured
 
 
-def turns(monkeypatch: pytest.MonkeyPatch, is_busy: Callable[[], bool] = lambda: False) -> tuple[Pairs, Any, Any]:
-    """With the sessions of both."""
+def turns(
+    monkeypatch: pytest.MonkeyPatch, is_busy: Callable[[], bool] = lambda: False, looks: bool = True
+) -> tuple[Pairs, Any, Any]:
+    """With the sessions of both. `looks`: whether there is a calibration kernel."""
     monkeypatch.setattr(runner, "CudaRunner", Mover)
     found = far(monkeypatch, Offloaded(inputs=True))
     found.spares, found.has_neighbours = idle(), lambda: True
@@ -224,7 +253,7 @@ def turns(monkeypatch: pytest.MonkeyPatch, is_busy: Callable[[], bool] = lambda:
         return SimpleNamespace(ns=1e5, mhz=1980.0, host_ns=host_ns)
 
     given = checker, found.session, options, random.Random(5), lambda: None, None
-    return Pairs(*given, cast(Any, SimpleNamespace(beat=beat))), found, session
+    return Pairs(*given, cast(Any, SimpleNamespace(beat=beat) if looks else None)), found, session
 
 
 @pytest.mark.usefixtures("pretended")
@@ -288,5 +317,91 @@ def test_after_its_timing_a_candidate_has_its_memory(monkeypatch: pytest.MonkeyP
     place(session, 0, found.sets[0])
     answered = session.call(wire.OP_RUN, 0, 5.0)
     assert torch.allclose(session.look(answered.tensors[0]), found.sets[0].expected[0], atol=1e-5)
+    session.close()
+    found.close()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_where_nobody_can_look_no_pair_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, found, session = turns(monkeypatch, looks=False)
+    assert watch.take(3) == 3
+    session.close()
+    found.close()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_what_was_busy_before_a_pair_is_not_its_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = [True]
+    watch, found, session = turns(monkeypatch, lambda: busy[0])
+    watch._sides.places.watches = True
+    watch._sides.bring(watch._sides.reference)
+    busy[0] = False
+    assert watch.take(1) == 0
+    session.close()
+    found.close()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_after_a_fault_the_gpu_is_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, found, session = turns(monkeypatch)
+    watch._sides.bring(watch._sides.reference)
+    assert not found.session.shared.is_on_host
+    session.close()
+    watch.close()
+    assert found.session.shared.is_on_host
+    found.close()
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("is_disturbed", [True, False])
+def test_an_audit_moves_each_once_and_says_nothing_of_who_was_disturbed(
+    monkeypatch: pytest.MonkeyPatch, is_disturbed: bool
+) -> None:
+    """Of calls that take much longer than is claimed."""
+    watch, found, session = turns(monkeypatch, lambda: is_disturbed)
+    watch.take(1)
+    moved, move = list[str](), DeviceArena.move
+
+    def noted(self: DeviceArena, to_host: bool, *given: Any) -> None:
+        if self.is_on_host is not to_host:
+            moved.append(f"{'the reference' if self is found.session.shared else 'the candidate'} {to_host}")
+        move(self, to_host, *given)
+
+    monkeypatch.setattr(DeviceArena, "move", noted)
+
+    def event(side: Any, wall_ns: int) -> None:
+        monkeypatch.setattr(side, "events", lambda times, limit: TimedCall(1e6, wall_ns, 0.0, 1e6))
+
+    event(found.session, 1_000_000)
+    event(session, 1_000_000_000)
+    watch._claims._claims[:], watch._claims._beside[:] = [1e6], [(1e6, 1e6)]
+    with contextlib.nullcontext() if is_disturbed else pytest.raises(CandidateFault, match="longer than between"):
+        watch._claims.audit()
+    assert watch._claims.is_disturbed is is_disturbed
+    assert len(moved) <= (4 if is_disturbed else 8), moved
+    session.close()
+    found.close()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_memory_that_waits_on_the_host_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hoarder had to hold twice as much to be one."""
+    found = far(monkeypatch, Offloaded(inputs=True))
+    before = found.device_bytes + found.far_bytes
+    found.session.move(to_host=False)
+    assert found.session.shared.host_bytes == found.session.shared.device_bytes
+    assert found.device_bytes + found.far_bytes == before
+    found.close()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_of_who_is_watched_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, found, session = turns(monkeypatch)
+    filled = list[int]()
+    monkeypatch.setattr("kbrl_async.kernels.verify.cuda.stopwatch._LEFT_OUT", 1.0)
+    fill = watch._sides.fill
+    monkeypatch.setattr(watch._sides, "fill", lambda slots: (filled.append(1), fill(slots)))
+    watch.take(3)
+    assert len(filled) == 3
     session.close()
     found.close()

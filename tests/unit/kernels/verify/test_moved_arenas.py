@@ -62,7 +62,7 @@ def test_a_move_that_fails_has_changed_nothing(memory: Memory, to_host: bool, fa
         made.move(to_host=True)
     if to_host and is_known:
         made.move(to_host=False)
-    before, memory.fails = dict(memory.live), fails
+    before, memory.fails, memory.times = dict(memory.live), fails, 2 if fails.startswith("create") else 1
     is_asked = fails not in (("create",) if to_host else ("create on the host",))
     is_asked &= not (fails == "create on the host" and is_known)
     if is_asked:
@@ -155,3 +155,34 @@ def test_what_goes_wrong_once_the_other_has_followed_is_a_fault_of_the_host(
 
     with pytest.raises(InfraError, match="was lost"):
         made.move(True, follow)
+
+
+def test_who_has_followed_to_memory_that_is_not_used_is_lost(memory: Memory) -> None:
+    made = filled()
+
+    def follow(fd: int) -> None:
+        memory.fails = "fill_in"
+
+    with pytest.raises(InfraError, match="was lost"):
+        made.move(True, follow)
+
+
+def test_what_torch_keeps_is_asked_for_before_a_move_fails(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, emptied = filled(), Mock()
+    made.move(to_host=True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", emptied)
+    memory.fails = "create"
+    made.move(to_host=False)
+    emptied.assert_called_once()
+    assert is_whole(made)
+
+
+def test_memory_of_the_host_that_is_not_needed_again_is_given_back(memory: Memory) -> None:
+    made = filled()
+    made.move(to_host=True)
+    made.move(to_host=False)
+    made.let_go()
+    assert made.host_bytes == 0
+    assert not memory.on_host & memory.live.keys()
+    made.move(to_host=True)
+    assert is_whole(made)
