@@ -15,7 +15,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from kbrl_async.errors import InfraError
 from kbrl_async.kernels import settings as sections
+from kbrl_async.kernels.timing import Interval, Measured, Pair
 from kbrl_async.kernels.verify import bench_options, values, wire
 from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.cuda import runner
@@ -24,9 +26,11 @@ from kbrl_async.kernels.verify.cuda.claims import Claims
 from kbrl_async.kernels.verify.cuda.device_places import DevicePlaces, Looks
 from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedCall
 from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch
+from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.input_set import place
 from kbrl_async.kernels.verify.known import Offloaded
 from kbrl_async.kernels.verify.session import CandidateFault, Submission
+from protocols.records import DISTURBED
 from tests.unit.kernels.verify.pretended_gpu import SOURCE, far, idle, pretend_memory
 
 SIZE = 4096
@@ -323,7 +327,9 @@ def test_after_its_timing_a_candidate_has_its_memory(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("pretended")
 def test_where_nobody_can_look_no_pair_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody is waited for."""
     watch, found, session = turns(monkeypatch, looks=False)
+    monkeypatch.setattr("kbrl_async.kernels.verify.cuda.stopwatch._PATIENCE_S", 3600.0)
     assert watch.take(3) == 3
     session.close()
     found.close()
@@ -353,6 +359,48 @@ def test_after_a_fault_the_gpu_is_the_next_ones(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_reference_that_can_not_leave_stays_unless_it_is_lost(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
+    """Where its memory is gone it would answer over nothing, and right kernels were called wrong."""
+    watch, found, session = turns(monkeypatch)
+    watch._sides.bring(watch._sides.reference)
+    error = InfraError("memory of the GPU was lost") if is_lost else NoMemory("the host has none")
+    monkeypatch.setattr(DeviceArena, "move", Mock(side_effect=error))
+    with pytest.raises(InfraError, match="was lost") if is_lost else contextlib.nullcontext():
+        watch.close()
+    session.close()
+    found.close()
+
+
+MEASURED = Measured(Interval(2.0, 1.5, 2.5), 9, 0, 2.0, 1.0, 0.0, "enough")
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_can_not_be_audited_is_no_evidence(monkeypatch: pytest.MonkeyPatch, is_told: bool) -> None:
+    """Pairs count what is seen in the window, and a time of whose calls nothing is known is nobody's success."""
+    watch, found, session = turns(monkeypatch, lambda: True)
+    polluted = list[bool]()
+
+    def measure(pair: Callable[[], Pair], *_: object) -> Measured:
+        polluted.append(pair().polluted)
+        return MEASURED
+
+    def audit(self: Claims) -> None:
+        self.is_disturbed = not is_told
+
+    monkeypatch.setattr("kbrl_async.kernels.verify.cuda.stopwatch.measure", measure)
+    monkeypatch.setattr(Claims, "audit", audit)
+    watch._sides.refused, watch._empty, watch.seen = "events", 0.0, set()
+    timed: Any = watch.run()
+    watch.close()
+    assert polluted == [True]
+    assert (timed.stopped, timed.interval.lo) == (("enough", 1.5) if is_told else (DISTURBED, 1.0))
+    session.close()
+    found.close()
+
+
+@pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize("is_disturbed", [True, False])
 def test_an_audit_moves_each_once_and_says_nothing_of_who_was_disturbed(
     monkeypatch: pytest.MonkeyPatch, is_disturbed: bool
@@ -374,6 +422,9 @@ def test_an_audit_moves_each_once_and_says_nothing_of_who_was_disturbed(
 
     event(found.session, 1_000_000)
     event(session, 1_000_000_000)
+    places = watch._sides.places
+    assert places is not None
+    places._is_busy = True  # what was seen before it
     watch._claims._claims[:], watch._claims._beside[:] = [1e6], [(1e6, 1e6)]
     with contextlib.nullcontext() if is_disturbed else pytest.raises(CandidateFault, match="longer than between"):
         watch._claims.audit()
@@ -391,6 +442,17 @@ def test_memory_that_waits_on_the_host_is_counted_once(monkeypatch: pytest.Monke
     found.session.move(to_host=False)
     assert found.session.shared.host_bytes == found.session.shared.device_bytes
     assert found.device_bytes + found.far_bytes == before
+    assert found.host_bytes >= found.session.shared.size, "it is pinned all the same"
+    found.close()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_memory_of_the_host_that_it_has_is_room_for_its_next_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = far(monkeypatch, Offloaded(inputs=True))
+    found.session.move(to_host=False)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=0))
+    found._look_at_host()
+    assert found._host_room >= found.session.shared.size // 2 > 0
     found.close()
 
 

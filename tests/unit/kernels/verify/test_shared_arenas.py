@@ -258,6 +258,7 @@ def test_with_more_memory_new_secrets_lie_on_the_gpu_again(monkeypatch: pytest.M
     assert found.offloaded == Offloaded()
     assert not cast(Any, found.session).shared.is_on_host
     assert not found._weights.is_on_host
+    assert found._weights.host_bytes == 0, "nothing of theirs is pinned any more"
     found.close()
 
 
