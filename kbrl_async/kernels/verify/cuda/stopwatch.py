@@ -112,11 +112,11 @@ class CudaStopwatch:
 
     def prove(self, candidate: Candidate) -> None:
         """Whether the candidate's own kernels make its outputs; sets `checker.fault` and `checker.evidence`."""
+        if not backend(candidate.backend).needs_own_kernels:
+            return
         try:
             captured = self._sides.capture()
             self._tick()
-            if not backend(candidate.backend).needs_own_kernels:
-                return
             finding = CapturedKernels(self._checker, self._sides).finding(captured, candidate)
             if finding is not None:
                 self._checker.evidence = finding.evidence
