@@ -30,7 +30,7 @@ from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.input_set import place
 from kbrl_async.kernels.verify.known import Offloaded
 from kbrl_async.kernels.verify.session import CandidateFault, Submission
-from protocols.records import DISTURBED
+from protocols.records import DISTURBED, Candidate
 from tests.unit.kernels.verify.pretended_gpu import SOURCE, far, idle, pretend_memory
 
 SIZE = 4096
@@ -465,5 +465,17 @@ def test_of_who_is_watched_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(watch._sides, "fill", lambda slots: (filled.append(1), fill(slots)))
     watch.take(3)
     assert len(filled) == 3
+    session.close()
+    found.close()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_of_torch_itself_nothing_is_captured_to_be_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides' graphs hold what forward needs inside: 14 GiB that no plan had."""
+    watch, found, session = turns(monkeypatch)
+    capture = Mock()
+    monkeypatch.setattr(watch._sides, "capture", capture)
+    watch.prove(Candidate("", "torch"))
+    capture.assert_not_called()
     session.close()
     found.close()
