@@ -83,7 +83,7 @@ def evaluation(task_id: str, found: Answer) -> dict[str, Any]:
         "status": _STATUS[found.status],
         "compiled": document.get("compiled"),
         "correctness": found.ok,
-        "decoy_kernel": found.fault in ("cheating", "unproven") if found.fault else None,
+        "decoy_kernel": found.fault == "cheating" if found.fault else None,
         "reference_runtime": timing.get("reference_ms"),
         "kernel_runtime": timing.get("candidate_ms"),
         "speedup": timing.get("lo", 0.0) if found.fault else None,

@@ -37,7 +37,7 @@ class Feedback(msgspec.Struct, frozen=True):
 
     fault: Fault
     category: str
-    """format, static, compile, runtime, resources, mismatch, cheating, slow or fast."""
+    """format, static, compile, runtime, resources, mismatch, cheating, unproven, slow or fast."""
     error: str = ""
     hint: str = ""
     passed: int = 0
@@ -61,7 +61,7 @@ CATEGORIES = {
     Fault.OUT_OF_MEMORY: "resources",
     Fault.INCORRECT: "mismatch",
     Fault.CHEATING: "cheating",
-    Fault.UNPROVEN: "cheating",
+    Fault.UNPROVEN: "unproven",
 }
 _HINTS = {
     "format": "Answer with one fenced Python file that defines ModelNew with a forward.",
@@ -71,6 +71,7 @@ _HINTS = {
     "resources": "Look for a loop that does not end, or for far too much work or memory.",
     "mismatch": "Check the formula step by step against the module, then the edges of every loop.",
     "cheating": "Compute the result anew from the inputs in every call, with your own kernel.",
+    "unproven": "Its answer is right, and nothing shows that your kernel makes it: let it do most of the work.",
     "slow": "It is right. Now make it faster: pass over memory once, fuse loops, vectorise.",
     "fast": "It is right and faster than PyTorch. Keep it right and make it faster still.",
 }

@@ -67,6 +67,7 @@ def test_its_coverage_reward_finds_what_it_divides() -> None:
         (Fault.INCORRECT, {"compiled": True, "correctness": False, "decoy_kernel": False, "speedup": 0.0,
                            "error_code": "CORRECTNESS_ERROR", "error_message": "why"}),
         (Fault.CHEATING, {"correctness": False, "decoy_kernel": True, "speedup": 0.0}),
+        (Fault.UNPROVEN, {"correctness": False, "decoy_kernel": False, "speedup": 0.0}),
     ],
 )  # fmt: skip
 def test_kernelgyms_client_finds_its_fields(tmp_path: Path, fault: Fault, fields: dict[str, Any]) -> None:

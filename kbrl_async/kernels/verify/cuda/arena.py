@@ -136,12 +136,21 @@ class DeviceArena:
             return
         handle = self._kept if self._kept is not None and to_host else self._created(to_host)
         old = self._handle
+        followed = list[int]()
+
+        def handed_over(fd: int) -> None:
+            assert hand_over is not None
+            hand_over(fd)
+            followed.append(fd)
+
         try:
-            self._copied_to(handle, hand_over, after_a_piece)
-            self._put_behind(handle, is_shared=hand_over is not None)
-        except BaseException:
+            self._copied_to(handle, None if hand_over is None else handed_over, after_a_piece)
+            self._put_behind(handle)
+        except BaseException as error:
             if handle != self._kept:
                 driver().call("cuMemRelease", handle)
+            if followed and isinstance(error, (CudaError, RuntimeError)):  # it works in memory that is not this
+                raise InfraError(f"memory of the GPU was lost when it was moved ({error})"[:300], _LESS) from error
             raise
         self._kept, self.is_on_host = None if to_host else old, to_host
         if to_host:
@@ -177,13 +186,10 @@ class DeviceArena:
                 hand_over(fd)
             finally:
                 os.close(fd)
-            try:
-                for begin in range(0, self.size, _PIECE):
-                    raw[begin : begin + _PIECE].copy_(self.raw[begin : begin + _PIECE])
-                    torch.cuda.synchronize()
-                    after_a_piece()
-            except RuntimeError as error:
-                raise _lost(error) from error
+            for begin in range(0, self.size, _PIECE):
+                raw[begin : begin + _PIECE].copy_(self.raw[begin : begin + _PIECE])
+                torch.cuda.synchronize()
+                after_a_piece()
 
     @contextlib.contextmanager
     def _seen(self, handle: int) -> Iterator[Any]:
@@ -195,16 +201,14 @@ class DeviceArena:
         finally:
             driver().clear(there, self.size)
 
-    def _put_behind(self, handle: int, is_shared: bool) -> None:
-        """Where that fails, what was there is there again; which is too late for another process that has followed."""
+    def _put_behind(self, handle: int) -> None:
+        """Where that fails, what was there is there again."""
         index = self._device.index or 0
         driver().call("cuMemUnmap", self._address, self.size)
         try:
             driver().fill_in(self._address, handle, self.size, index)
-        except CudaError as error:
+        except CudaError:
             driver().fill_in(self._address, self._handle, self.size, index)
-            if is_shared:
-                raise _lost(error) from error
             raise
         self._handle = handle
 
@@ -243,7 +247,3 @@ class DeviceArena:
             driver().take_out(self._address, self._handle, self.size)
         if not self._is_reserved:
             driver().call("cuMemAddressFree", self._address, self.size)
-
-
-def _lost(error: Exception) -> InfraError:
-    return InfraError(f"memory of the GPU was lost when it was moved ({error})"[:300], _LESS)

@@ -22,6 +22,8 @@ _TRUSTED_NS = 50_000.0
 """Allowed beside the claims of a process that no candidate's host code runs in, before longer calls are taken."""
 _BESIDE_RATIO = 1.5
 _CALLS = 3
+_OUTSIDE_NS = 1_000_000.0
+"""Two processes' calls may differ by so much at least in each pair."""
 
 
 class Claims:
@@ -32,7 +34,12 @@ class Claims:
         self._outside: list[tuple[float, float]] = []
         """What the calls of a pair took beyond their claims: the candidate's, the reference's."""
         self._claims: list[float] = []
+        self._told: tuple[list[float], list[float]] = [], []
+        """The reference's claims, the candidate's."""
         self._beside: list[tuple[float, float]] = []
+        self._grown = math.inf
+        """What a call of an audit took by the candidate's own word beyond those of the pairs, and the reference's did
+        not."""
         self.is_disturbed = False
         """Whether others were at work in each of its calls, so that nothing can be said of their times."""
         self.hidden = 0.0
@@ -45,9 +52,29 @@ class Claims:
         """One pair."""
         self._outside.append((candidate.wall_ns - candidate.elapsed_ns, reference.wall_ns - reference.elapsed_ns))
         self._claims.append(max(candidate.elapsed_ns, reference.elapsed_ns))
+        self._told[0].append(reference.elapsed_ns)
+        self._told[1].append(candidate.elapsed_ns)
         self._beside.append((candidate.elapsed_ns, candidate.stream_ns))
 
     def audit(self) -> None:
+        """Times that lie outside of claims: accused, or counted as the candidate's."""
+        self._compare_calls()
+        if not self._sides.candidate.is_trusted:
+            self.hidden = max(self.hidden, self._untold())
+
+    def _untold(self) -> float:
+        """Of each forward, whatever was told in an audit, which a candidate may know from a pair: what each pair took
+        at least beyond its claim, and what an audit's calls took beyond the pairs'. Nobody is accused of either.
+        """
+        claim, outside = statistics.median(self._claims), min(ours - theirs for ours, theirs in self._outside)
+        found = [0.0]
+        if outside > _EXTRA_SHARE * claim + _OUTSIDE_NS:
+            found.append(outside)
+        if _EVENT_SHARE * claim + _EVENT_NS < self._grown < math.inf:
+            found.append(self._grown)
+        return max(found) / self._sides.batch
+
+    def _compare_calls(self) -> None:
         """What the candidate's calls take beyond their claims, against what the reference's take. A first suspicion is
         looked into with longer calls: a noisy host must not make a cheat of anybody.
         """
@@ -92,16 +119,19 @@ class Claims:
         """
         times = max(2, min(200, math.ceil(enough_ns / max(claim, _ORDINARY_NS if self._sides.refused else 1.0))))
         both = (self._sides.reference, self._sides.candidate)
-        least = {id(session): math.inf for session in both}
+        least, told = {id(session): math.inf for session in both}, {id(session): math.inf for session in both}
         in_turns = self._sides.places is not None  # then each is moved once
         for session in [one for one in both for _ in range(_CALLS)] if in_turns else both * _CALLS:
             many = self._many(session, times)
             if many is not None:
                 extra = (many.wall_ns - many.elapsed_ns) / times
                 least[id(session)] = min(least[id(session)], extra)
+                told[id(session)] = min(told[id(session)], many.elapsed_ns / times)
         if math.inf in least.values():
             self.is_disturbed = True
             return 0.0
+        grown = [told[id(side)] - statistics.median(claims) for side, claims in zip(both, self._told, strict=True)]
+        self._grown = min(self._grown, grown[1] - max(0.0, grown[0]))
         return least[id(self._sides.candidate)] - least[id(self._sides.reference)]
 
     def _many(self, session: TimedSide, times: int) -> TimedCall | None:
@@ -112,4 +142,6 @@ class Claims:
         self._sides.bring(session)
         limit = max(self._sides.limit_s, times * self._sides.limit_s / 10)
         many = session.events(times, limit) if self._sides.refused else session.replay(times, limit)
+        if places is not None:
+            places.look()  # what it leaves behind is its own
         return None if places is not None and places.was_busy() else many

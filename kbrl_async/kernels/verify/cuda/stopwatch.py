@@ -60,6 +60,7 @@ _FEW, _ENOUGH_ABOVE = (2, 3, 4), 1.3
 _LONG_CALL_NS = 5e6
 """A call this long needs no warm-up after those that were checked, and one pair tells how much slower it is."""
 _MOST_APART_S, _BEATS = 60.0, 3
+_UNSEEN_PAIRS = 2
 _LEFT_OUT = 0.05
 """Of the pairs of what is replayed: before them runs one that looks like any other, without one of its slots."""
 _ELSEWHERE = "captured once more, forward launches other kernels than before: it acts by phase"
@@ -144,9 +145,10 @@ class CudaStopwatch:
             return None
         try:
             self._wait_for_others()
+            recipe = _recipe(self._options.recipe, not self._sides.refused)
             if self._sides.places is not None:
                 self._sides.places.watches = True
-            recipe = _recipe(self._options.recipe, not self._sides.refused)
+                recipe = _in_turns(recipe, self._calibration is not None)
             measured = measure(self._pair, recipe, lambda: time.monotonic() - min(self._apart_s, _MOST_APART_S))
             with span("audited"):
                 self._claims.audit()
@@ -318,6 +320,13 @@ def _recipe(recipe: Recipe, is_graph: bool) -> Recipe:
     if recipe.resolved or recipe.placement == 0:
         return recipe
     return msgspec.structs.replace(recipe, resolved=RESOLVED)
+
+
+def _in_turns(recipe: Recipe, is_seen: bool) -> Recipe:
+    """Pairs take seconds, in which others stand still: what is disturbed is not waited for, and where nobody sees
+    whether it is, there are two of them.
+    """
+    return msgspec.structs.replace(recipe, reject_cap=1, max_pairs=recipe.max_pairs if is_seen else _UNSEEN_PAIRS)
 
 
 def _as_disturbed(measured: Measured) -> Measured:

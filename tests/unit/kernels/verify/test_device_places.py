@@ -17,15 +17,15 @@ import torch
 
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels import settings as sections
-from kbrl_async.kernels.timing import Interval, Measured, Pair
+from kbrl_async.kernels.timing import Interval, Measured, Pair, Recipe
 from kbrl_async.kernels.verify import bench_options, values, wire
 from kbrl_async.kernels.verify.checks import Checker
-from kbrl_async.kernels.verify.cuda import runner
+from kbrl_async.kernels.verify.cuda import claims, runner
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.claims import Claims
 from kbrl_async.kernels.verify.cuda.device_places import DevicePlaces, Looks
 from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedCall
-from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch
+from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch, _in_turns
 from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.input_set import place
 from kbrl_async.kernels.verify.known import Offloaded
@@ -240,7 +240,9 @@ class Pairs(CudaStopwatch):
 
 
 def turns(
-    monkeypatch: pytest.MonkeyPatch, is_busy: Callable[[], bool] = lambda: False, looks: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    is_busy: Callable[[], bool] = lambda: False,
+    looks: bool = True,
 ) -> tuple[Pairs, Any, Any]:
     """With the sessions of both. `looks`: whether there is a calibration kernel."""
     monkeypatch.setattr(runner, "CudaRunner", Mover)
@@ -329,6 +331,7 @@ def test_after_its_timing_a_candidate_has_its_memory(monkeypatch: pytest.MonkeyP
 def test_where_nobody_can_look_no_pair_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nobody is waited for."""
     watch, found, session = turns(monkeypatch, looks=False)
+    assert (_in_turns(Recipe(), False).max_pairs, _in_turns(Recipe(), True).max_pairs) == (2, Recipe().max_pairs)
     monkeypatch.setattr("kbrl_async.kernels.verify.cuda.stopwatch._PATIENCE_S", 3600.0)
     assert watch.take(3) == 3
     session.close()
@@ -382,7 +385,8 @@ def test_what_can_not_be_audited_is_no_evidence(monkeypatch: pytest.MonkeyPatch,
     watch, found, session = turns(monkeypatch, lambda: True)
     polluted = list[bool]()
 
-    def measure(pair: Callable[[], Pair], *_: object) -> Measured:
+    def measure(pair: Callable[[], Pair], recipe: Recipe, clock: object) -> Measured:
+        assert recipe.reject_cap == 1, "others stand still in the meantime"
         polluted.append(pair().polluted)
         return MEASURED
 
@@ -391,6 +395,7 @@ def test_what_can_not_be_audited_is_no_evidence(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr("kbrl_async.kernels.verify.cuda.stopwatch.measure", measure)
     monkeypatch.setattr(Claims, "audit", audit)
+    monkeypatch.setattr(watch, "_clock", lambda: (None, ""))  # so that only looks tell
     watch._sides.refused, watch._empty, watch.seen = "events", 0.0, set()
     timed: Any = watch.run()
     watch.close()
@@ -424,7 +429,15 @@ def test_an_audit_moves_each_once_and_says_nothing_of_who_was_disturbed(
     event(session, 1_000_000_000)
     places = watch._sides.places
     assert places is not None
+    monkeypatch.setattr(claims, "_CALLS", 1)
+    bring = watch._sides.bring
+
+    def bring_busy(side: Any) -> None:
+        bring(side)
+        places._is_busy |= is_disturbed
+
     places._is_busy = True  # what was seen before it
+    monkeypatch.setattr(watch._sides, "bring", bring_busy)
     watch._claims._claims[:], watch._claims._beside[:] = [1e6], [(1e6, 1e6)]
     with contextlib.nullcontext() if is_disturbed else pytest.raises(CandidateFault, match="longer than between"):
         watch._claims.audit()
@@ -477,5 +490,22 @@ def test_of_torch_itself_nothing_is_captured_to_be_proven(monkeypatch: pytest.Mo
     monkeypatch.setattr(watch._sides, "capture", capture)
     watch.prove(Candidate("", "torch"))
     capture.assert_not_called()
+    session.close()
+    found.close()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_what_a_call_of_an_audit_leaves_behind_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, found, session = turns(monkeypatch, lambda: bool(left) and left.pop())
+    left: list[bool] = []
+    watch.take(1)
+
+    def events(times: int, limit: float) -> TimedCall:
+        left.append(True)
+        return TimedCall(1e6, 1_000_000, 0.0, 1e6)
+
+    monkeypatch.setattr(session, "events", events)
+    assert watch._claims._many(session, 2) is None
+    left.clear()
     session.close()
     found.close()

@@ -186,3 +186,26 @@ def test_memory_of_the_host_that_is_not_needed_again_is_given_back(memory: Memor
     assert not memory.on_host & memory.live.keys()
     made.move(to_host=True)
     assert is_whole(made)
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize("name", ["cuMemUnmap", "clear"])
+def test_whatever_the_driver_refuses_after_that_is_one(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, name: str, to_host: bool
+) -> None:
+    """The bench wrote to memory of its own, and its reference answered over what nobody had written."""
+    made = filled()
+    if not to_host:
+        made.move(to_host=True)
+    call, clear = memory.call, memory.clear
+
+    def fails(asked: str) -> None:
+        if asked == name:
+            raise CudaError(name, 1, "CUDA_ERROR_INVALID_VALUE")
+
+    def follow(fd: int) -> None:
+        monkeypatch.setattr(memory, "call", lambda asked, *given: (fails(asked), call(asked, *given)))
+        monkeypatch.setattr(memory, "clear", lambda *given: (fails("clear"), clear(*given)))
+
+    with pytest.raises(InfraError, match="was lost"):
+        made.move(to_host, follow)
