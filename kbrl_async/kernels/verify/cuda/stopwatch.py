@@ -148,7 +148,7 @@ class CudaStopwatch:
             recipe = _recipe(self._options.recipe, not self._sides.refused)
             if self._sides.places is not None:
                 self._sides.places.watches = True
-                recipe = _in_turns(recipe, self._calibration is not None)
+                recipe = recipe if self._calibration is not None else _unseen(recipe)
             measured = measure(self._pair, recipe, lambda: time.monotonic() - min(self._apart_s, _MOST_APART_S))
             with span("audited"):
                 self._claims.audit()
@@ -322,11 +322,9 @@ def _recipe(recipe: Recipe, is_graph: bool) -> Recipe:
     return msgspec.structs.replace(recipe, resolved=RESOLVED)
 
 
-def _in_turns(recipe: Recipe, is_seen: bool) -> Recipe:
-    """Pairs take seconds, in which others stand still: what is disturbed is not waited for, and where nobody sees
-    whether it is, there are two of them.
-    """
-    return msgspec.structs.replace(recipe, reject_cap=1, max_pairs=recipe.max_pairs if is_seen else _UNSEEN_PAIRS)
+def _unseen(recipe: Recipe) -> Recipe:
+    """None of its pairs counts, and others stand still meanwhile: as few as there may be."""
+    return msgspec.structs.replace(recipe, reject_cap=1, max_pairs=_UNSEEN_PAIRS)
 
 
 def _as_disturbed(measured: Measured) -> Measured:

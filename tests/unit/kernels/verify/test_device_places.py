@@ -17,7 +17,7 @@ import torch
 
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels import settings as sections
-from kbrl_async.kernels.timing import Interval, Measured, Pair, Recipe
+from kbrl_async.kernels.timing import Interval, Measured, Pair, Recipe, measure
 from kbrl_async.kernels.verify import bench_options, values, wire
 from kbrl_async.kernels.verify.checks import Checker
 from kbrl_async.kernels.verify.cuda import claims, runner
@@ -25,7 +25,7 @@ from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.claims import Claims
 from kbrl_async.kernels.verify.cuda.device_places import DevicePlaces, Looks
 from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedCall
-from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch, _in_turns
+from kbrl_async.kernels.verify.cuda.stopwatch import CudaStopwatch, _unseen
 from kbrl_async.kernels.verify.hoarding import NoMemory
 from kbrl_async.kernels.verify.input_set import place
 from kbrl_async.kernels.verify.known import Offloaded
@@ -331,9 +331,10 @@ def test_after_its_timing_a_candidate_has_its_memory(monkeypatch: pytest.MonkeyP
 def test_where_nobody_can_look_no_pair_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nobody is waited for."""
     watch, found, session = turns(monkeypatch, looks=False)
-    assert (_in_turns(Recipe(), False).max_pairs, _in_turns(Recipe(), True).max_pairs) == (2, Recipe().max_pairs)
     monkeypatch.setattr("kbrl_async.kernels.verify.cuda.stopwatch._PATIENCE_S", 3600.0)
     assert watch.take(3) == 3
+    measured = measure(watch._pair, _unseen(Recipe.of(sections.TimingBench())), time.monotonic)
+    assert (measured.rejected, measured.stopped) == (2, DISTURBED), "and as few are taken as there may be"
     session.close()
     found.close()
 
@@ -385,8 +386,7 @@ def test_what_can_not_be_audited_is_no_evidence(monkeypatch: pytest.MonkeyPatch,
     watch, found, session = turns(monkeypatch, lambda: True)
     polluted = list[bool]()
 
-    def measure(pair: Callable[[], Pair], recipe: Recipe, clock: object) -> Measured:
-        assert recipe.reject_cap == 1, "others stand still in the meantime"
+    def measure(pair: Callable[[], Pair], *_: object) -> Measured:
         polluted.append(pair().polluted)
         return MEASURED
 
