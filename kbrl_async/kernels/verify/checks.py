@@ -29,7 +29,7 @@ from kbrl_async.kernels.verify import compare, proof, similarity, wire
 from kbrl_async.kernels.verify.cpu.replay import NoReplay
 from kbrl_async.kernels.verify.input_set import InputSet, follows_inputs, place
 from kbrl_async.kernels.verify.inputs import in_secret_order
-from kbrl_async.kernels.verify.options import BenchOptions
+from kbrl_async.kernels.verify.options import BenchOptions, compiling_s
 from kbrl_async.kernels.verify.outputs import of_call
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOutcome, Judged, Session, Submission
@@ -95,6 +95,8 @@ class Checker:
         self._may_be_spared = False
         self._calls_s: list[float] = []
         self._answers: dict[int, bool] = {}
+        self._compiling_s = self._compiling_until = 0.0
+        """For how long, from its first call on, and until when its calls may last that long."""
         self._is_warm = False
         """It has answered once to be recorded."""
         self._first_answer: list[torch.Tensor] = []
@@ -135,6 +137,7 @@ class Checker:
         try:
             self._refuse_copied(candidate)
             code = submitted(candidate, artifacts)
+            self._compiling_s = compiling_s(self.options, code.source)
             source = code.source + backward.of_candidate(self.reference.declared.backward)
             self.session = self._opens(msgspec.structs.replace(code, source=source), is_alone)
             self.isolation = (self.session.isolation.level, self.session.isolation.missing)
@@ -308,8 +311,12 @@ class Checker:
         """For one call; the whole candidate's deadline cuts it short, unless the reference itself is slow."""
         is_first = not (self._answers or self._is_warm)
         one = max(self.one_call_s, self.options.first_call_s) if is_first else self.one_call_s
-        left = max(self._deadline, self._began + 2 * one * self.total) - time.monotonic()
-        return max(0.05, min(one, left))
+        now = time.monotonic()
+        if self._compiling_s and not self._compiling_until:
+            self._compiling_until = now + self._compiling_s
+        end = self._compiling_until + self.options.deadline_s if self._compiling_s else self._deadline
+        left = max(self._deadline, self._began + 2 * one * self.total, end) - now
+        return max(0.05, min(one, left), self._compiling_until - now)
 
     @property
     def one_call_s(self) -> float:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kbrl_async.kernels.sandbox import Zygote
 from kbrl_async.kernels.timing.device import made_of
-from kbrl_async.kernels.verify.options import BenchOptions, Tick
+from kbrl_async.kernels.verify.options import BenchOptions, Tick, compiling_s
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
 from protocols.records import Candidate, Problem, Timing
 
@@ -108,7 +108,7 @@ class Device:
 
         :raises CandidateFault: it ends itself.
         """
-        return reference.open(zygote, code, options.deadline_s)
+        return reference.open(zygote, code, options.deadline_s + compiling_s(options, code.source))
 
     def is_repeated(
         self, reference: Reference, code: Submission, options: BenchOptions, is_right: bool, is_alone: bool

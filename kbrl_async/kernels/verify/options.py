@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ Watch = Callable[[int, Callable[[], object]], object]
 """Given the process that a correct candidate runs in, and what calls it there once: for counters, after its timing."""
 
 _INTERPRETER_S = 60.0
+_COMPILES = re.compile(r"\btorch\s*\.\s*(compile|_dynamo)\b|\bfrom\s+torch\s+import\b.*\bcompile\b")
 ALONE_SHARE = 1 / 32
 """In training, of `BenchOptions.alone_share`. Each such process is a context made and one ended, for which the driver
 lets all others on the GPU wait: at an eighth that was most of what a bench lost."""
@@ -46,6 +48,9 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     first_call_s: float = 2.0
     """What a candidate's first call may take where that is more: it compiles and tunes there, as far as the farm could
     not, and imports what torch has put off until then (of `torch.broadcast_shapes` that is .7 s)."""
+    compiling_s: float = 60.0
+    """For what torch compiles for a candidate: it does so at its first calls, and what it needs for that is imported
+    where the candidate asks for it."""
     reference_deadline_s: float = 60.0
     references: int = 0
     """Problems whose reference child is kept; 0: as many as the device does by itself."""
@@ -114,6 +119,11 @@ def bench_options(
         limits=limits or Limits(cores=cores),
         **more,
     )
+
+
+def compiling_s(options: BenchOptions, source: str) -> float:
+    """What torch may compile for, at a candidate's start and at its first calls; 0 where nothing asks it to."""
+    return options.compiling_s if _COMPILES.search(source) else 0.0
 
 
 def options_for_interpreter(options: BenchOptions) -> BenchOptions:

@@ -29,7 +29,7 @@ from kbrl_async.kernels.verify.cuda.replay.host import ShortOfMemory, Unreplayab
 from kbrl_async.kernels.verify.cuda.session import CudaSession
 from kbrl_async.kernels.verify.device import Device
 from kbrl_async.kernels.verify.hoarding import WAITED, Crowded, NoMemory
-from kbrl_async.kernels.verify.options import BenchOptions, Tick
+from kbrl_async.kernels.verify.options import BenchOptions, Tick, compiling_s
 from kbrl_async.kernels.verify.reference import Reference
 from kbrl_async.kernels.verify.reservations import Other, Reservations
 from kbrl_async.kernels.verify.session import CandidateFault, Judged, Session, Submission
@@ -331,7 +331,8 @@ class CudaDevice(Device):
         made: Judged
         try:
             wanted = options.outputs == "kept", options.check_s > 0
-            made = replays.open(reference, code, options.deadline_s, rng, is_alone, *wanted)
+            limit_s = options.deadline_s + compiling_s(options, code.source)
+            made = replays.open(reference, code, limit_s, rng, is_alone, *wanted)
         except Unreplayable as refusal:
             if isinstance(refusal, ShortOfMemory) and not self._has_given_way:
                 raise NoMemory(str(refusal)) from refusal

@@ -130,6 +130,11 @@ STYLES = {
         init="d = pathlib.Path(__file__).parent / 'build'; d.mkdir(exist_ok=True); "
         + f"self.e = {LOAD}".replace("functions", "build_directory=str(d), functions")
     ),
+    "its steps compiled by torch": c(
+        init=MADE + "; self.g = torch.compile(self.inner)\n\n    def inner(self, x):\n"
+        "        y = torch.empty_like(x)\n        self.f(x.contiguous(), y, x.numel())\n        return y\n",
+        forward="y = self.g(x)",
+    ),
     "beside C": cpp(
         "from kbrl_async.launch import c_kernel\n"
         "ONE = 'void g(float *y, long n) { for (long i = 0; i < n; i++) y[i] += 1; }'\nTWICE = CPP.replace(' + 1', '')",

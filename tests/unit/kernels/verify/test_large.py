@@ -267,6 +267,38 @@ def test_a_first_call_may_compile(zygote: Zygote, first_call_s: float, fault: Fa
     assert found.fault is fault, found
 
 
+@pytest.mark.parametrize(("compiling_s", "fault"), [(0.0, Fault.TIMEOUT), (10.0, Fault.OK)])
+def test_who_has_torch_compile_may_do_so_at_its_first_calls(zygote: Zygote, compiling_s: float, fault: Fault) -> None:
+    """One that compiled again at its second call had a quarter of a second for it."""
+    late = LATE.replace('not hasattr(self, "is_warm"):', 'getattr(self, "is_warm", 0) < 2:  # torch.compile')
+    late = late.replace("self.is_warm = True", 'self.is_warm = getattr(self, "is_warm", 0) + 1')
+    assert late.count("is_warm") == 3
+    configured, limits = TimingBench(deadline_s=20.0), {"call_floor_s": 0.4, "call_factor": 1.0, "first_call_s": 0.0}
+    options = bench_options(configured, **limits, replay=False, compiling_s=compiling_s)
+    with contextlib.closing(Bench(zygote, options)) as bench:
+        found = bench.evaluate(PROBLEM, Candidate(PROBLEM.source + late, "torch"), {}, timing=False).verdict
+    assert found.fault is fault, found
+
+
+@pytest.mark.parametrize(("compiling_s", "fault"), [(0.0, Fault.TIMEOUT), (20.0, Fault.OK)])
+def test_what_torch_imports_to_compile_is_no_hang(zygote: Zygote, compiling_s: float, fault: Fault) -> None:
+    begun = "        import time\n        time.sleep(1.5)  # torch.compile\n        super().__init__()\n"
+    source = f"{PROBLEM.source}\n\nclass ModelNew(Model):\n    def __init__(self):\n{begun}"
+    options = bench_options(TimingBench(deadline_s=1.0), replay=False, compiling_s=compiling_s)
+    with contextlib.closing(Bench(zygote, options)) as bench:
+        found = bench.evaluate(PROBLEM, Candidate(source, "torch"), {}, timing=False).verdict
+    assert found.fault is fault, found
+
+
+def test_who_goes_on_compiling_has_no_more_time(zygote: Zygote) -> None:
+    late = LATE.replace('if not hasattr(self, "is_warm"):', "if True:  # torch.compile")
+    configured, limits = TimingBench(deadline_s=2.0), {"call_floor_s": 0.3, "call_factor": 1.0, "first_call_s": 0.0}
+    options = bench_options(configured, **limits, replay=False, compiling_s=2.0)
+    with contextlib.closing(Bench(zygote, options)) as bench:
+        found = bench.evaluate(PROBLEM, Candidate(PROBLEM.source + late, "torch"), {}, timing=False).verdict
+    assert found.fault is Fault.TIMEOUT, found
+
+
 def test_who_gets_no_time_on_its_core_is_waited_for_however_short_its_deadline_is(
     zygote: Zygote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
