@@ -12,6 +12,7 @@ an output shares their memory; which ones is secret.
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ from kbrl_async.kernels.verify.session import FORGED, CandidateFault, ForwardOut
 from protocols.records import OBSERVED, REPLAYED, SPARED_SETS, Candidate, Fault
 
 KNOWN_SETS = 2
+_LAUNCHERS = re.compile(r"\b(cupy|pycuda|numba|cuda\.bindings|cuLaunch\w+)\b")
 _SLOW = 2.0
 """By its fastest call so far: only such a kernel may be spared sets."""
 Opens = Callable[[Submission, bool], Judged]
@@ -102,6 +104,8 @@ class Checker:
         self._first_answer: list[torch.Tensor] = []
         self._earlier: list[tuple[wire.TensorMeta, torch.Tensor]] = []
         self._backend: Backend = LIBRARY
+        self.launches_unseen = False
+        """Whether it may launch its kernels by what nobody counts: that none was seen accuses nobody then."""
         self.is_spent = False
         """Its kernels were switched off, and its memory poisoned."""
         self.is_recorded = False
@@ -138,6 +142,7 @@ class Checker:
             self._refuse_copied(candidate)
             code = submitted(candidate, artifacts)
             self._compiling_s = compiling_s(self.options, code.source)
+            self.launches_unseen = _LAUNCHERS.search(code.source) is not None
             source = code.source + backward.of_candidate(self.reference.declared.backward)
             self.session = self._opens(msgspec.structs.replace(code, source=source), is_alone)
             self.isolation = (self.session.isolation.level, self.session.isolation.missing)
@@ -241,7 +246,9 @@ class Checker:
         self._run_left(tick)
         if self._trace is not None:
             is_closed = self._backend.is_closed
-            found = proof.of_recorded(self._trace, is_closed=is_closed, is_extension=self.is_extension)
+            found = proof.of_recorded(
+                self._trace, is_closed=is_closed, is_extension=self.is_extension or self.launches_unseen
+            )
             if found is not None and (found.rule, found.fault) == ("decoy_kernel", Fault.UNPROVEN):
                 self.doubt = found
             else:

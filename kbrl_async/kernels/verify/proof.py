@@ -44,7 +44,8 @@ def of_recorded(
 ) -> Finding | None:
     """What a run says by itself; None where the own kernels may well do the work.
 
-    `has_times`: those of its trace are of the work itself; of a GPU's they are not. The others: as `Backend` says.
+    `has_times`: those of its trace are of the work itself; of a GPU's they are not. `is_closed`: as `Backend` says.
+    `is_extension`: it may launch or call what is its own where nobody counts.
     """
     if trace.tampered:
         text = f"the candidate replaced {trace.tampered}"
@@ -71,7 +72,9 @@ def _without_launches(trace: Trace, is_extension: bool) -> Finding:
         )
         return Finding("no_own_kernel", text, shown, Fault.UNPROVEN)
     if is_extension:
-        text = "forward was not seen to call its extension, and the library computes: its work is not proven"
+        text = (
+            "forward was not seen to launch or call what is its own, and the library computes: its work is not proven"
+        )
         return Finding("no_own_kernel", text, shown, Fault.UNPROVEN)
     text = "forward launched none of the candidate's own kernels: the result comes from the library"
     return Finding("no_own_kernel", text, shown)

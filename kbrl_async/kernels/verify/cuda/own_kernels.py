@@ -167,7 +167,7 @@ class CapturedKernels:
         self._sides.fill([0])
         trace = self._sides.candidate.call(wire.OP_TRACE, 0, self._sides.limit_s).trace
         assert trace is not None, "a call that is to be told of is, or is refused"
-        found = proof.of_recorded(trace, has_times=False)
+        found = proof.of_recorded(trace, has_times=False, is_extension=self._checker.launches_unseen)
         if found is None:
             self._checker.evidence = proof.evidence(trace)
         return found

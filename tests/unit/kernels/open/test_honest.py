@@ -151,6 +151,15 @@ def test_an_honest_kernel_passes_whatever_its_style(free: Verifier, problem: Pro
     assert result.verdict.rules == "open"
 
 
+@pytest.mark.parametrize(("launcher", "fault"), [("cupy", Fault.UNPROVEN), ("json", Fault.CHEATING)])
+def test_who_may_launch_where_nobody_counts_is_not_accused(
+    free: Verifier, problem: Problem, launcher: str, fault: Fault
+) -> None:
+    text = c(f"try:\n    import {launcher}\nexcept ImportError:\n    pass", forward="y = 2 * x + 1")
+    verdict = free.verify(problem, text).verdict
+    assert (verdict.fault, verdict.rule) == (fault, "no_own_kernel"), verdict
+
+
 def test_a_helper_module_beside_it_goes_with_it(free: Verifier, problem: Problem, tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "__init__.py").write_text("from .kernel import SOURCE\n")
