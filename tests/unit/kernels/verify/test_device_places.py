@@ -222,12 +222,23 @@ class Mover(runner.CudaRunner):
 class Pairs(CudaStopwatch):
     """Of ordinary forwards, and where both lay after each call: who was called comes first."""
 
+    has_quiet_clock = False
+    """Then only looks tell of others."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._sides.refused, self._empty, self.seen = "events", 0.0, set[tuple[bool, bool]]()
+        assert self._sides.places is not None
+        self.sides, self.places, self.claims, self.pair = self._sides, self._sides.places, self._claims, self._pair
+        self.many = self.claims._many
+
     def take(self, count: int) -> int:
         """So many were disturbed."""
-        assert self._sides.places is not None
-        self._sides.places.watches = True
-        self._sides.refused, self._empty, self.seen = "events", 0.0, set[tuple[bool, bool]]()
-        return sum(self._pair().polluted for _ in range(count))
+        self.places.watches = True
+        return sum(self.pair().polluted for _ in range(count))
+
+    def _clock(self) -> tuple[float | None, str]:
+        return (None, "") if self.has_quiet_clock else super()._clock()
 
     def _sample(self, session: Any) -> TimedCall:
         told, both = super()._sample(session), [self._sides.reference, self._sides.candidate]
@@ -333,7 +344,7 @@ def test_where_nobody_can_look_no_pair_counts(monkeypatch: pytest.MonkeyPatch) -
     watch, found, session = turns(monkeypatch, looks=False)
     monkeypatch.setattr("kbrl_async.kernels.verify.cuda.stopwatch._PATIENCE_S", 3600.0)
     assert watch.take(3) == 3
-    measured = measure(watch._pair, _unseen(Recipe.of(sections.TimingBench())), time.monotonic)
+    measured = measure(watch.pair, _unseen(Recipe.of(sections.TimingBench())), time.monotonic)
     assert (measured.rejected, measured.stopped) == (2, DISTURBED), "and as few are taken as there may be"
     session.close()
     found.close()
@@ -343,8 +354,8 @@ def test_where_nobody_can_look_no_pair_counts(monkeypatch: pytest.MonkeyPatch) -
 def test_what_was_busy_before_a_pair_is_not_its_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = [True]
     watch, found, session = turns(monkeypatch, lambda: busy[0])
-    watch._sides.places.watches = True
-    watch._sides.bring(watch._sides.reference)
+    watch.places.watches = True
+    watch.sides.bring(watch.sides.reference)
     busy[0] = False
     assert watch.take(1) == 0
     session.close()
@@ -354,7 +365,7 @@ def test_what_was_busy_before_a_pair_is_not_its_fault(monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("pretended")
 def test_after_a_fault_the_gpu_is_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, found, session = turns(monkeypatch)
-    watch._sides.bring(watch._sides.reference)
+    watch.sides.bring(watch.sides.reference)
     assert not found.session.shared.is_on_host
     session.close()
     watch.close()
@@ -367,7 +378,7 @@ def test_after_a_fault_the_gpu_is_the_next_ones(monkeypatch: pytest.MonkeyPatch)
 def test_a_reference_that_can_not_leave_stays_unless_it_is_lost(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
     """Where its memory is gone it would answer over nothing, and right kernels were called wrong."""
     watch, found, session = turns(monkeypatch)
-    watch._sides.bring(watch._sides.reference)
+    watch.sides.bring(watch.sides.reference)
     error = InfraError("memory of the GPU was lost") if is_lost else NoMemory("the host has none")
     monkeypatch.setattr(DeviceArena, "move", Mock(side_effect=error))
     with pytest.raises(InfraError, match="was lost") if is_lost else contextlib.nullcontext():
@@ -395,8 +406,7 @@ def test_what_can_not_be_audited_is_no_evidence(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr("kbrl_async.kernels.verify.cuda.stopwatch.measure", measure)
     monkeypatch.setattr(Claims, "audit", audit)
-    monkeypatch.setattr(watch, "_clock", lambda: (None, ""))  # so that only looks tell
-    watch._sides.refused, watch._empty, watch.seen = "events", 0.0, set()
+    watch.has_quiet_clock = True
     timed: Any = watch.run()
     watch.close()
     assert polluted == [True]
@@ -411,8 +421,11 @@ def test_an_audit_moves_each_once_and_says_nothing_of_who_was_disturbed(
     monkeypatch: pytest.MonkeyPatch, is_disturbed: bool
 ) -> None:
     """Of calls that take much longer than is claimed."""
-    watch, found, session = turns(monkeypatch, lambda: is_disturbed)
-    watch.take(1)
+    busy = [True]
+    watch, found, session = turns(monkeypatch, lambda: busy[0])
+    watch.take(1)  # what was seen in it is not the audit's
+    watch.places.look()
+    busy[0] = is_disturbed
     moved, move = list[str](), DeviceArena.move
 
     def noted(self: DeviceArena, to_host: bool, *given: Any) -> None:
@@ -427,21 +440,10 @@ def test_an_audit_moves_each_once_and_says_nothing_of_who_was_disturbed(
 
     event(found.session, 1_000_000)
     event(session, 1_000_000_000)
-    places = watch._sides.places
-    assert places is not None
     monkeypatch.setattr(claims, "_CALLS", 1)
-    bring = watch._sides.bring
-
-    def bring_busy(side: Any) -> None:
-        bring(side)
-        places._is_busy |= is_disturbed
-
-    places._is_busy = True  # what was seen before it
-    monkeypatch.setattr(watch._sides, "bring", bring_busy)
-    watch._claims._claims[:], watch._claims._beside[:] = [1e6], [(1e6, 1e6)]
     with contextlib.nullcontext() if is_disturbed else pytest.raises(CandidateFault, match="longer than between"):
-        watch._claims.audit()
-    assert watch._claims.is_disturbed is is_disturbed
+        watch.claims.audit()
+    assert watch.claims.is_disturbed is is_disturbed
     assert len(moved) <= (4 if is_disturbed else 8), moved
     session.close()
     found.close()
@@ -474,8 +476,8 @@ def test_of_who_is_watched_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     watch, found, session = turns(monkeypatch)
     filled = list[int]()
     monkeypatch.setattr("kbrl_async.kernels.verify.cuda.stopwatch._LEFT_OUT", 1.0)
-    fill = watch._sides.fill
-    monkeypatch.setattr(watch._sides, "fill", lambda slots: (filled.append(1), fill(slots)))
+    fill = watch.sides.fill
+    monkeypatch.setattr(watch.sides, "fill", lambda slots: (filled.append(1), fill(slots)))
     watch.take(3)
     assert len(filled) == 3
     session.close()
@@ -487,7 +489,7 @@ def test_of_torch_itself_nothing_is_captured_to_be_proven(monkeypatch: pytest.Mo
     """Both sides' graphs hold what forward needs inside: 14 GiB that no plan had."""
     watch, found, session = turns(monkeypatch)
     capture = Mock()
-    monkeypatch.setattr(watch._sides, "capture", capture)
+    monkeypatch.setattr(watch.sides, "capture", capture)
     watch.prove(Candidate("", "torch"))
     capture.assert_not_called()
     session.close()
@@ -505,7 +507,7 @@ def test_what_a_call_of_an_audit_leaves_behind_is_its_own(monkeypatch: pytest.Mo
         return TimedCall(1e6, 1_000_000, 0.0, 1e6)
 
     monkeypatch.setattr(session, "events", events)
-    assert watch._claims._many(session, 2) is None
+    assert watch.many(session, 2) is None
     left.clear()
     session.close()
     found.close()

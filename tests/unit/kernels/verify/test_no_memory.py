@@ -272,6 +272,9 @@ def test_a_forward_that_had_no_room_is_recorded_once_more_with_all_that_there_ma
     assert seen == records
 
 
+CODE = Mock(source="")
+
+
 def unhurt(is_short: bool = False) -> Mock:
     """A reference."""
     session = Mock(is_short=is_short)
@@ -287,7 +290,7 @@ def test_a_reference_that_went_a_slower_way_for_want_of_memory_is_made_again_onc
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kbrl_async.kernels.verify.cuda.device.CudaReference", Mock)
         patch.setattr(CudaDevice, "has_neighbours", True)
-        short, more = unhurt(is_short=True), cast(Any, (None, None, options, None, False))
+        short, more = unhurt(is_short=True), cast(Any, (None, CODE, options, None, False))
         with pytest.raises(NoMemory, match="usual way"):
             device.judged(cast(Any, short), *more)
         device.replays.open.return_value.close.assert_called_once()
@@ -340,7 +343,7 @@ def test_a_candidate_is_not_watched_for_want_of_memory_before_it_was_waited_for(
     found.open.side_effect = ShortOfMemory("there is no memory to record it in")
     device.replays = found
     reference, options = unhurt(), bench_options(sections.TimingBench(), "cuda:0")
-    given = cast(Any, (reference, None, None, options, None, False))
+    given = cast(Any, (reference, None, CODE, options, None, False))
     with pytest.MonkeyPatch.context() as given_back:
         given_back.setattr("kbrl_async.kernels.verify.cuda.device.CudaReference", Mock)
         with pytest.raises(NoMemory):
@@ -360,5 +363,5 @@ def test_only_who_may_be_spared_sets_is_recorded_in_brief(check_s: float, is_bri
     options = bench_options(sections.TimingBench(check_s=check_s), "cuda:0")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kbrl_async.kernels.verify.cuda.device.CudaReference", Mock)
-        device.judged(*cast(Any, (unhurt(), None, None, options, None, False)))
+        device.judged(*cast(Any, (unhurt(), None, CODE, options, None, False)))
     assert device.replays.open.call_args.args[-2:] == (False, is_brief)

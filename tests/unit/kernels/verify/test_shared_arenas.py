@@ -254,11 +254,12 @@ def test_with_more_memory_new_secrets_lie_on_the_gpu_again(monkeypatch: pytest.M
     found = far(monkeypatch, Offloaded(inputs=True, weights=True))
     monkeypatch.setattr(reference, "memory_of", lambda options: 8 << 30)
     found.refresh()
-    assert found._weights is not None
+    weights = found._weights
+    assert weights is not None
     assert found.offloaded == Offloaded()
     assert not cast(Any, found.session).shared.is_on_host
-    assert not found._weights.is_on_host
-    assert found._weights.host_bytes == 0, "nothing of theirs is pinned any more"
+    assert not weights.is_on_host
+    assert weights.host_bytes == 0, "nothing of theirs is pinned any more"
     found.close()
 
 
