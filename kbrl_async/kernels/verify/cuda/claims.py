@@ -31,12 +31,8 @@ class Claims:
 
     def __init__(self, checker: Checker, sides: Sides) -> None:
         self._checker, self._sides = checker, sides
-        self._outside: list[tuple[float, float]] = []
-        """What the calls of a pair took beyond their claims: the candidate's, the reference's."""
-        self._claims: list[float] = []
-        self._told: tuple[list[float], list[float]] = [], []
-        """The reference's claims, the candidate's."""
-        self._beside: list[tuple[float, float]] = []
+        self._pairs: list[tuple[TimedCall, TimedCall]] = []
+        """The reference's call and the candidate's."""
         self._grown = math.inf
         """What a call of an audit took by the candidate's own word beyond those of the pairs, and the reference's did
         not."""
@@ -46,15 +42,20 @@ class Claims:
         """Nanoseconds of each forward that lie outside of a candidate's events."""
 
     def __len__(self) -> int:
-        return len(self._claims)
+        return len(self._pairs)
 
     def note(self, reference: TimedCall, candidate: TimedCall) -> None:
         """One pair."""
-        self._outside.append((candidate.wall_ns - candidate.elapsed_ns, reference.wall_ns - reference.elapsed_ns))
-        self._claims.append(max(candidate.elapsed_ns, reference.elapsed_ns))
-        self._told[0].append(reference.elapsed_ns)
-        self._told[1].append(candidate.elapsed_ns)
-        self._beside.append((candidate.elapsed_ns, candidate.stream_ns))
+        self._pairs.append((reference, candidate))
+
+    @property
+    def _claim(self) -> float:
+        return statistics.median(max(one.elapsed_ns for one in pair) for pair in self._pairs)
+
+    @property
+    def _outside(self) -> list[tuple[float, float]]:
+        """What the calls of a pair took beyond their claims: the candidate's, the reference's."""
+        return [(_beyond(candidate), _beyond(reference)) for reference, candidate in self._pairs]
 
     def audit(self) -> None:
         """Times that lie outside of claims: accused, or counted as the candidate's."""
@@ -66,7 +67,7 @@ class Claims:
         """Of each forward, whatever was told in an audit, which a candidate may know from a pair: what each pair took
         at least beyond its claim, and what an audit's calls took beyond the pairs'. Nobody is accused of either.
         """
-        claim, outside = statistics.median(self._claims), min(ours - theirs for ours, theirs in self._outside)
+        claim, outside = self._claim, min(ours - theirs for ours, theirs in self._outside)
         found = [0.0]
         if outside > _EXTRA_SHARE * claim + _OUTSIDE_NS:
             found.append(outside)
@@ -80,7 +81,7 @@ class Claims:
         """
         if self._sides.refused:
             self._refuse_side_stream()
-        claim = statistics.median(self._claims)
+        claim = self._claim
         extra = statistics.median(ours - theirs for ours, theirs in self._outside)
         allowed = _EXTRA_SHARE * claim + _EXTRA_NS
         if self._sides.refused:
@@ -106,8 +107,8 @@ class Claims:
 
     def _refuse_side_stream(self) -> None:
         """Its time counts on whatever stream it works; that nobody waits for that stream is no honest kernel either."""
-        everywhere = statistics.median(elapsed for elapsed, _ in self._beside)
-        own = statistics.median(stream for _, stream in self._beside)
+        everywhere = statistics.median(candidate.elapsed_ns for _, candidate in self._pairs)
+        own = statistics.median(candidate.stream_ns for _, candidate in self._pairs)
         if everywhere > _BESIDE_RATIO * own and everywhere - own > _EXTRA_NS:
             self._checker.evidence = f"{own / 1000:.0f} µs on torch's stream, {everywhere / 1000:.0f} µs on all streams"
             text = "forward returns before its work on another stream is waited for"
@@ -124,13 +125,13 @@ class Claims:
         for session in [one for one in both for _ in range(_CALLS)] if in_turns else both * _CALLS:
             many = self._many(session, times)
             if many is not None:
-                extra = (many.wall_ns - many.elapsed_ns) / times
-                least[id(session)] = min(least[id(session)], extra)
+                least[id(session)] = min(least[id(session)], _beyond(many) / times)
                 told[id(session)] = min(told[id(session)], many.elapsed_ns / times)
         if math.inf in least.values():
             self.is_disturbed = True
             return 0.0
-        grown = [told[id(side)] - statistics.median(claims) for side, claims in zip(both, self._told, strict=True)]
+        claims = [statistics.median(call.elapsed_ns for call in calls) for calls in zip(*self._pairs, strict=True)]
+        grown = [told[id(side)] - claim for side, claim in zip(both, claims, strict=True)]
         self._grown = min(self._grown, grown[1] - max(0.0, grown[0]))
         return least[id(self._sides.candidate)] - least[id(self._sides.reference)]
 
@@ -145,3 +146,7 @@ class Claims:
         if places is not None:
             places.look()  # what it leaves behind is its own
         return None if places is not None and places.was_busy() else many
+
+
+def _beyond(call: TimedCall) -> float:
+    return call.wall_ns - call.elapsed_ns

@@ -37,7 +37,7 @@ from kbrl_async.kernels.timing import Interval, Measured, Pair, Recipe, measure
 from kbrl_async.kernels.timing.cuda.calibration import SHARED_NS, Calibration, Steady
 from kbrl_async.kernels.timing.cuda.clocks import Observation, observe
 from kbrl_async.kernels.timing.cuda.nvml import Nvml, is_rejected
-from kbrl_async.kernels.timing.recipe import Point
+from kbrl_async.kernels.timing.recipe import Point, as_disturbed
 from kbrl_async.kernels.verify.checks import DEGENERATE_NOTE, Checker
 from kbrl_async.kernels.verify.cuda.arena import DeviceArena
 from kbrl_async.kernels.verify.cuda.claims import Claims
@@ -49,7 +49,7 @@ from kbrl_async.kernels.verify.hoarding import NoMemory, tells_of_memory
 from kbrl_async.kernels.verify.options import BenchOptions, Tick
 from kbrl_async.kernels.verify.report import timing_of
 from kbrl_async.kernels.verify.session import CandidateFault, Session
-from protocols.records import DISTURBED, Candidate, Fault, Timing
+from protocols.records import Candidate, Fault, Timing
 
 _FLOOR_NS = 50.0
 _HIDDEN_NS = 30_000.0
@@ -157,7 +157,7 @@ class CudaStopwatch:
             self._checker.accuse(fault)
             return None
         if self._claims.is_disturbed:
-            measured = _as_disturbed(measured)
+            measured = as_disturbed(measured)
         return self._timing(_with_hidden(measured, self._claims.hidden))
 
     # ── pairs ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -325,12 +325,6 @@ def _recipe(recipe: Recipe, is_graph: bool) -> Recipe:
 def _unseen(recipe: Recipe) -> Recipe:
     """None of its pairs counts, and others stand still meanwhile: as few as there may be."""
     return msgspec.structs.replace(recipe, reject_cap=1, max_pairs=_UNSEEN_PAIRS)
-
-
-def _as_disturbed(measured: Measured) -> Measured:
-    inside = measured.interval
-    interval = Interval(inside.median, min(inside.lo, 1.0), inside.hi)
-    return msgspec.structs.replace(measured, interval=interval, stopped=DISTURBED)
 
 
 def _with_hidden(measured: Measured, hidden_ns: float) -> Measured:
