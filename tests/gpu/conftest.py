@@ -20,7 +20,7 @@ import torch
 
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.funnel import Builder
-from kbrl_async.kernels.settings import TimingBench
+from kbrl_async.kernels.settings import CompileFarm, TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.bench import zygote_for
 from kbrl_async.runs.config.placement import VISIBLE, inventory
@@ -62,6 +62,13 @@ def gpu_bench() -> Iterator[Bench]:
 @pytest.fixture(scope="session")
 def gpu_builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
     with Builder(ArtifactStore(tmp_path_factory.mktemp("store"))) as builder:
+        yield builder
+
+
+@pytest.fixture(scope="session")
+def open_builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
+    """As of `kbrl verify`: any Python that runs confined."""
+    with Builder(ArtifactStore(tmp_path_factory.mktemp("open")), CompileFarm(nice=0, rules="open")) as builder:
         yield builder
 
 
