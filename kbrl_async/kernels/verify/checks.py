@@ -104,6 +104,7 @@ class Checker:
         self._first_answer: list[torch.Tensor] = []
         self._earlier: list[tuple[wire.TensorMeta, torch.Tensor]] = []
         self._backend: Backend = LIBRARY
+        self._submitted: tuple[Candidate, dict[str, Path]] | None = None
         self.launches_unseen = False
         """Whether it may launch its kernels by what nobody counts: that none was seen accuses nobody then."""
         self.is_spent = False
@@ -133,6 +134,7 @@ class Checker:
         """
         # A launch plan has no other way to an answer than its own kernels; a GPU has a way of its own to ask.
         is_asked = self.reference.records and not plan.is_plan(candidate.source) and self.is_proven
+        self._submitted = candidate, artifacts
         self._backend = backend(candidate.backend)
         self.is_recorded = is_asked and self._backend.is_recorded
         self.artifacts = list(artifacts.values())
@@ -222,6 +224,11 @@ class Checker:
         """A fresh process for a second measurement."""
         self.close()
         self.start(candidate, artifacts, is_alone=True)
+
+    def renew(self) -> None:
+        """A fresh process of what was started last."""
+        assert self._submitted is not None
+        self.restart(*self._submitted)
 
     def run(self, tick: Callable[[], None]) -> None:
         """All input sets; stops at a fault, goes on after a wrong result, because partial credit is wanted. Where the

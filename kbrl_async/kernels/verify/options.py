@@ -21,7 +21,10 @@ Watch = Callable[[int, Callable[[], object]], object]
 """Given the process that a correct candidate runs in, and what calls it there once: for counters, after its timing."""
 
 _INTERPRETER_S = 60.0
-_COMPILES = re.compile(r"\btorch\s*\.\s*(compile|_dynamo)\b|\bfrom\s+torch\s+import\b.*\bcompile\b")
+_COMPILES = re.compile(
+    r"\btorch\s*\.\s*(compile|_dynamo)\b|\bfrom\s+torch\s+import\b.*\bcompile\b|\b(custom|triton)_op\b"
+)
+"""An operator that is registered so has torch import its compiler at the first call, for four seconds."""
 ALONE_SHARE = 1 / 32
 """In training, of `BenchOptions.alone_share`. Each such process is a context made and one ended, for which the driver
 lets all others on the GPU wait: at an eighth that was most of what a bench lost."""

@@ -3,7 +3,8 @@
 ::
 
     observed:  its launcher skips them ─▶ (extensions) what the library makes without what they write
-               ─▶ switched off from outside, in a call that looks like every other one
+               ─▶ switched off from outside, in a call that looks like every other one; of a process that failed
+                  when they were skipped, in another one
     replayed:  a process in which they never were ─▶ (gradients) one without those that upstream gradients reach
 """
 
@@ -92,6 +93,8 @@ class OwnKernels:
     def __init__(self, checker: Checker) -> None:
         self._checker = checker
         self._rivals = Rivals()
+        self._has_failed = False
+        """Whether a call without them ended in a fault of its own: its process may be gone, or know of it."""
 
     def prove(self) -> None:
         """The last calls of a right candidate: without its own kernels its outputs must be wrong.
@@ -121,13 +124,39 @@ class OwnKernels:
         is_extension, files = self._checker.is_extension, self._checker.artifacts
         if is_extension and self._checker.fault is None:
             self._checker.refuse(past_the_dispatcher(files) or self._of_shadows(self._checker.session, sets))
-        if self._checker.fault is None and self._checker.session.disarm(files, whole=is_extension):
-            self._checker.refuse(self._found_watched(wire.OP_RUN, sets[-1]))
+        if self._checker.fault is None:
+            self._checker.refuse(self._switched_off(sets))
+
+    def _switched_off(self, sets: list[InputSet]) -> proof.Finding | None:
+        """From outside: nothing that it does once it is told of skipped kernels keeps it from being asked."""
+        if self._has_failed:
+            self._checker.renew()
+            if self._checker.is_replayed and self._checker.fault is None:
+                return self._not_needed(sets[0])
+            self._answer_once(sets[-1])
+        session = self._checker.session
+        if self._checker.fault is not None or session is None:
+            return None
+        is_off = session.disarm(self._checker.artifacts, whole=self._checker.is_extension)
+        return self._found_watched(wire.OP_RUN, sets[-1]) if is_off else None
+
+    def _answer_once(self, asked: InputSet) -> None:
+        """A new process, over another set: afterwards it stands still."""
+        if self._checker.fault is not None or self._checker.session is None:
+            return
+        other = next((one for one in self._checker.order if one is not asked), asked)
+        try:
+            other.known.load()
+            place(self._checker.session, 0, other)
+            self._checker.session.call(wire.OP_RUN, 0, self._checker.call_deadline())
+        except CandidateFault as fault:
+            self._checker.accuse(fault)
 
     def _found_watched(self, op: int, input_set: InputSet) -> proof.Finding | None:
         try:
             return self._found_over(input_set, functools.partial(self._without_kernels, op))
         except CandidateFault as fault:
+            self._has_failed = True
             return self._shown_by(fault)
 
     def _found_over(self, input_set: InputSet, find: Find) -> proof.Finding | None:

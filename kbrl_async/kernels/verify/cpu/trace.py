@@ -33,10 +33,13 @@ from kbrl_async.kernels.verify.wire import Trace
 _now = time.thread_time_ns
 _is_tensor, _as_tensor = torch.is_tensor, torch.as_tensor
 _is_captured = torch.cuda.is_current_stream_capturing
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_in_python = torch.library._impls
+"""Operator and dispatch key of each function that Python has registered."""
 _KEPT, _MOVED = 8, 2
 BEFORE = "what was there before an own kernel ran"
 _LIBRARY = ("aten::", "prim::", "prims::")
-"""Namespaces of the library's operators; any other was registered by the candidate's extension."""
+"""Namespaces of the library's operators; any other was registered by the candidate, in its extension or in Python."""
 _GUARDED: list[tuple[object, str]] = [
     *((time, name) for name in ("time", "perf_counter", "perf_counter_ns", "monotonic", "thread_time_ns")),
     *((torch, name) for name in ("empty", "empty_like", "zeros", "equal", "allclose", "rand", "randn")),
@@ -89,6 +92,9 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
             return function(*args, **(kwargs or {}))
         name = function.name().partition(".")[0]
         is_own = not name.startswith(_LIBRARY)
+        if is_own and (keys := _keys_in_python(function, args)) is not None:
+            with self:  # what it launches and calls is seen by itself
+                return function.redispatch(keys, *args, **(kwargs or {}))
         if is_own and RECORDER.is_muted:
             raise RuntimeError(f"{name} is an own operator, and own kernels are off")
         begin = _now()
@@ -139,6 +145,19 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
         if copies(name):
             return holding.moves(lambda wanted: is_moved(item, wanted, self._inputs))
         return holding.adds(lambda wanted: is_answer(item, wanted))
+
+
+def _keys_in_python(function: Any, args: Any) -> Any:
+    """Where a candidate's operator is Python (`torch.library.custom_op`, `Library.impl`), what it is registered under
+    for these arguments; else None.
+    """
+    name = function.name()
+    device = next((value.device.type for value in args if _is_tensor(value)), "cpu").upper()
+    key = device if _has_kernel(name, device) else "CompositeExplicitAutograd"
+    if f"{name.replace('::', '/')}/{key}" not in _in_python:
+        return None
+    binding: Any = torch._C
+    return binding.DispatchKeySet(binding._parse_dispatch_key(device))
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

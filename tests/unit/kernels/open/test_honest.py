@@ -92,6 +92,15 @@ STYLES = {
         "import random\ndef made():\n    return SOURCE.replace('f(', 'g(', random.randint(1, 1))",
         init='self.f = c_kernel(made(), "g")',
     ),
+    "an operator of its own": c(
+        init=MADE + "; custom.append(self.f)",
+        forward="y = made(x)",
+    ).replace(
+        "class ModelNew",
+        'custom = []\n@torch.library.custom_op("kbrl_honest::made", mutates_args=())\n'
+        "def made(x: torch.Tensor) -> torch.Tensor:\n    y = torch.empty_like(x)\n"
+        "    custom[0](x.contiguous(), y, x.numel())\n    return y\n\nclass ModelNew",
+    ),
     "made lazily": c(init="self.f = None", forward=f'self.f = self.f or c_kernel(SOURCE, "f"); {CALLED}'),
     "an index by its own kernel": c(
         head="void g(long *y, long n) { for (long i = 0; i < n; i++) y[i] = i % 8; }",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,20 +132,31 @@ def test_library_calls_inside_a_c_kernel_are_no_own_work() -> None:
     assert proof.of_recorded(inside) is None
 
 
-def test_an_operator_that_the_candidate_registered_is_a_kernel_of_its_own() -> None:
-    library = torch.library.Library("kbrl_test", "DEF")
-    library.define("twice(Tensor x) -> Tensor")
-    library.impl("twice", lambda x: x.clone(), "CPU")
+def test_an_operator_of_an_extension_is_a_kernel_of_its_own() -> None:
+    """Of torch's own extension here: it is none of `aten`, and written in C++."""
 
     def run() -> torch.Tensor:
-        result: torch.Tensor = torch.ops.kbrl_test.twice(torch.ones(3))
+        result: torch.Tensor = torch.ops.quantized.embedding_bag_byte_prepack(torch.ones(3, 4))
         return result
 
     _, found = trace.recorded(run)
-    assert found.launches["kbrl_test::twice"][0] == 1
+    assert found.launches["quantized::embedding_bag_byte_prepack"][0] == 1
     assert proof.of_recorded(found) is None
     with pytest.raises(RuntimeError, match="own kernels are off"):
         trace.recorded(run, muted=True)
+
+
+@pytest.mark.parametrize("key", ["CPU", "CompositeExplicitAutograd"])
+@pytest.mark.parametrize("is_muted", [False, True])
+def test_an_operator_that_is_python_is_what_it_calls(key: str, is_muted: bool) -> None:
+    untyped: Any = torch.library
+    library = untyped.Library("kbrl_test", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, key)
+    result, found = trace.recorded(lambda: torch.ops.kbrl_test.twice(torch.ones(3)), muted=is_muted)
+    assert result.tolist() == [2, 2, 2]
+    assert found.launches == {}
+    assert found.ops["aten::mul"][0] == 1
 
 
 def test_an_accusation_needs_two_facts() -> None:
