@@ -69,7 +69,7 @@ _STAGES = {
 }  # fmt: skip
 
 
-class Given(NamedTuple):
+class CorpusPair(NamedTuple):
     """A pair."""
 
     folder: Path
@@ -219,7 +219,7 @@ def adapt(
 def _pairs(corpus: Path, only: str = "", repeat: int = 1) -> list[CrewTask]:
     folders = sorted(path for path in corpus.iterdir() if path.is_dir() and re.search(only, path.name))
     marks = [""] if repeat == 1 else [f"# {number}\n" for number in range(repeat)]
-    return [CrewTask(folder.name + mark.strip(), Given(folder, mark)) for mark in marks for folder in folders]
+    return [CrewTask(folder.name + mark.strip(), CorpusPair(folder, mark)) for mark in marks for folder in folders]
 
 
 def run(
@@ -279,7 +279,7 @@ def _alone(pairs: list[CrewTask], judged: list[CorpusOutcome], share: float, cre
     """A share of what was judged once more, one after the other, in this process."""
     folders = {pair.name: pair.given.folder for pair in pairs}
     drawn = random.Random(0).sample(judged, min(len(judged), math.ceil(share * len(judged))))
-    tasks = [CrewTask(f"{one.name}{_ALONE.strip()}", Given(folders[one.name], _ALONE)) for one in drawn]
+    tasks = [CrewTask(f"{one.name}{_ALONE.strip()}", CorpusPair(folders[one.name], _ALONE)) for one in drawn]
     found = {one.name: one for one in run(tasks, crew, partial(judging, how))}
     both = [(one, found[task.name]) for one, task in zip(drawn, tasks, strict=True) if task.name in found]
     stages: dict[str, list[tuple[float, float]]] = {}
@@ -304,7 +304,7 @@ def building(how: HowJudged, _number: int, jobs: int) -> Iterator[Work]:
     """What a worker does with a pair that others will judge: whatever is wrong with it they will find."""
     with Verifier(None, how.options(jobs)) as verifier:
 
-        def build(given: Given) -> Result:
+        def build(given: CorpusPair) -> Result:
             try:
                 candidate, _ = _candidate(given.folder, given.mark)
                 if candidate is not None:
@@ -324,7 +324,7 @@ def judging(how: HowJudged, _number: int, jobs: int) -> Iterator[Work]:
     """What a worker does with a pair."""
     with Verifier(None, how.options(jobs)) as verifier:
 
-        def judge(given: Given) -> Result:
+        def judge(given: CorpusPair) -> Result:
             begun = time.time()
             outcome = _one(given, verifier)
             if given.since:
@@ -336,7 +336,7 @@ def judging(how: HowJudged, _number: int, jobs: int) -> Iterator[Work]:
             return told
 
         if how.warm is not None:
-            judge(Given(how.warm, "# warm\n"))
+            judge(CorpusPair(how.warm, "# warm\n"))
         yield judge
 
 
@@ -351,7 +351,7 @@ def _problem(folder: Path) -> Problem | None:
     return load_file(path) if path.is_file() else None
 
 
-def _one(given: Given, verifier: Verifier) -> CorpusOutcome:
+def _one(given: CorpusPair, verifier: Verifier) -> CorpusOutcome:
     folder = given.folder
     if not (folder / "candidate.py").is_file():
         return CorpusOutcome(folder.name, "no_kernel", message="there is no candidate.py")
