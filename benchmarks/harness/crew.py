@@ -8,6 +8,9 @@
 Workers end with whoever asks them, however that ends.
 
 Of several rows with one name the last counts; `again` names states whose rows do not count.
+
+Two crews work through one list with a `Flight` between them: so many tasks are under way at once, and what the first
+has done waits for the second.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection, wait
@@ -41,6 +45,10 @@ class CrewTask(NamedTuple):
     given: Any
 
 
+Take = Callable[[int], CrewTask | None]
+"""Given a worker's number: its next task, for which it may wait; None: there is none any more."""
+
+
 class Crew(NamedTuple):
     """How a list is worked through. One worker: in this process, without patience."""
 
@@ -53,38 +61,42 @@ class Crew(NamedTuple):
     is_together: bool = False
     """The first task is begun when every worker is ready."""
 
-    def run(self, tasks: Sequence[CrewTask], start: Start) -> Iterator[Result]:
-        """Rows that count: those of before, then new ones as they come. A row has `name` and `state`."""
-        known = rows_of(self.out) if self.out is not None else {}
-        kept = {task.name: known[task.name] for task in tasks if task.name in known}
-        kept = {name: row for name, row in kept.items() if row["state"] not in self.again}
+    def run(self, tasks: Sequence[CrewTask], start: Start, take: Take | None = None) -> Iterator[Result]:
+        """Rows that count: those of before, then new ones as they come. A row has `name` and `state`.
+
+        `take`: which of the tasks comes when; those that are known are left out of it by whoever gives it.
+        """
+        kept = self.known(tasks)
         yield from kept.values()
         left = [task for task in tasks if task.name not in kept]
+        if not left:
+            return
+        take = take or _in_turn(left)
         with (self.out or Path(os.devnull)).open("ab", buffering=0) as lines:
-            lines.write(b"\n" if known else b"")  # behind a line that was cut off
-            for row in self._alone(left, start) if self.jobs == 1 else self._several(left, start):
+            lines.write(b"\n" if lines.tell() else b"")  # behind a line that was cut off
+            jobs = min(self.jobs, len(left))
+            for row in self._alone(take, start) if self.jobs == 1 else self._several(jobs, take, start):
                 lines.write(msgspec.json.encode(row) + b"\n")
                 yield row
 
-    def _alone(self, tasks: Sequence[CrewTask], start: Start) -> Iterator[Result]:
-        until = time.monotonic() + self.seconds
-        if not tasks:
-            return
-        with start(0, 1) as work:
-            for task in tasks:
-                if time.monotonic() < until:
-                    yield {"name": task.name, **work(task.given)}
+    def known(self, tasks: Sequence[CrewTask]) -> dict[str, Result]:
+        """Rows of before that count."""
+        known = rows_of(self.out) if self.out is not None else {}
+        kept = {task.name: known[task.name] for task in tasks if task.name in known}
+        return {name: row for name, row in kept.items() if row["state"] not in self.again}
 
-    def _several(self, tasks: Sequence[CrewTask], start: Start) -> Iterator[Result]:
-        left: queue.SimpleQueue[CrewTask] = queue.SimpleQueue()
+    def _alone(self, take: Take, start: Start) -> Iterator[Result]:
+        until = time.monotonic() + self.seconds
+        with start(0, 1) as work:
+            while time.monotonic() < until and (task := take(0)) is not None:
+                yield {"name": task.name, **work(task.given)}
+
+    def _several(self, jobs: int, take: Take, start: Start) -> Iterator[Result]:
         done: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
-        for task in tasks:
-            left.put(task)
-        jobs = min(self.jobs, len(tasks))
-        ready = threading.Barrier(jobs) if jobs else None
+        ready: threading.Barrier | None = threading.Barrier(jobs)
         begun = time.monotonic()
         keepers = [
-            threading.Thread(target=self._keep, args=(number, start, begun, ready, left, done), daemon=True)
+            threading.Thread(target=self._keep, args=(number, start, begun, ready, take, done), daemon=True)
             for number in range(jobs)
         ]
         for keeper in keepers:
@@ -99,7 +111,7 @@ class Crew(NamedTuple):
         start: Start,
         begun: float,
         ready: threading.Barrier | None,
-        left: queue.SimpleQueue[CrewTask],
+        take: Take,
         done: queue.SimpleQueue[Result | None],
     ) -> None:
         """One worker, and the next one where it is gone; None to `done` at the end."""
@@ -113,18 +125,91 @@ class Crew(NamedTuple):
                             ready.wait(_BEGIN_S)
                         ready = None
                     continue
-                task = left.get_nowait()
+                task = take(number)
+                if task is None:
+                    break
                 row = worker.ask(task.given, self.patience_s)
                 if row is None:
                     worker.close()
                     worker, row = None, _LOST
                 done.put({"name": task.name, **row})
-        except queue.Empty:
-            pass
         finally:
             if worker is not None:
                 worker.close()
             done.put(None)
+
+
+def _in_turn(tasks: Sequence[CrewTask]) -> Take:
+    left: queue.SimpleQueue[CrewTask] = queue.SimpleQueue()
+    for task in tasks:
+        left.put(task)
+
+    def take(_number: int) -> CrewTask | None:
+        with contextlib.suppress(queue.Empty):
+            return left.get_nowait()
+        return None
+
+    return take
+
+
+class Flight:
+    """So many of the tasks at once are between their beginning and their end::
+
+        begin ─▶ a worker of the first crew ─▶ done ─▶ take ─▶ a worker of the second ─▶ landed
+
+    A worker of the second crew gets one of the group that it had last, else of one that none of the others had, else
+    the one that waits longest. Nothing begins before the second crew is there.
+    """
+
+    def __init__(self, tasks: Sequence[CrewTask], most: int, group: Callable[[CrewTask], bytes]) -> None:
+        self._left, self._room, self._group = deque(tasks), most, group
+        self._waiting: list[CrewTask] = []
+        self._last: dict[int, bytes] = {}
+        self.begun: dict[str, float] = {}
+        """When each was, by the clock of the host."""
+        self._changed = threading.Condition()
+        self._is_open = self._is_closed = False
+
+    def begin(self, _number: int) -> CrewTask | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or (self._is_open and (self._room or not self._left)))
+            if self._is_closed or not self._left:
+                return None
+            self._room -= 1
+            task = self._left.popleft()
+            self.begun[task.name] = time.time()
+            return task
+
+    def done(self, task: CrewTask) -> None:
+        """By the first crew."""
+        with self._changed:
+            self._waiting.append(task)
+            self._changed.notify_all()
+
+    def take(self, number: int) -> CrewTask | None:
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            if not self._waiting:
+                return None
+            last, others = self._last.get(number), self._last.values()
+            task = min(self._waiting, key=lambda one: (self._group(one) != last, self._group(one) in others))
+            self._waiting.remove(task)
+            self._last[number] = self._group(task)
+            return task
+
+    def landed(self) -> None:
+        """The second crew has done with one."""
+        with self._changed:
+            self._room += 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """None begins any more; what waits is taken still."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
 
 class _Worker:

@@ -9,30 +9,34 @@ name. `adapt` makes such folders.
     pair ─▶ is it a kernel? a problem? ─▶ built (rules) ─▶ judged, where this host has its device ─▶ accepted | refused
                      └─ no_kernel, problem, missing, cut_short, host: named, counted, nobody's fault, in no share
 
-With `--benches` it is as in a run: `--jobs` processes build all pairs, then so many benches judge what was built.
+With `--benches` it is as in a run: `--jobs` processes build all pairs, then so many benches judge what was built. With
+`--in-flight`, too, so many pairs at once are between source and verdict: a pair's seconds hold all of its waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import json
 import math
 import random
 import re
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from benchmarks.harness import Result, say
-from benchmarks.harness.crew import Crew, CrewTask, Start, Work, rows_of
+from benchmarks.harness.crew import Crew, CrewTask, Flight, Start, Take, Work
 from benchmarks.verification import adapters
 from kbrl_async.errors import KbrlError, ProblemError, UserError
 from kbrl_async.kernels.backends import backend as load_backend
@@ -41,7 +45,7 @@ from kbrl_async.kernels.funnel import Verifier, VerifyOptions, read_candidate
 from kbrl_async.kernels.funnel.result import early, unbuilt
 from kbrl_async.kernels.funnel.verifier import check_device, choose_device, default_bench, read_text, under
 from kbrl_async.kernels.problems import load_file
-from kbrl_async.kernels.settings import Rules
+from kbrl_async.kernels.settings import CompileFarm, Rules
 from kbrl_async.kernels.verify.options import ALONE_SHARE, BenchOptions
 from protocols.records import BuildReport, Candidate, Fault, Problem, Verdict
 
@@ -59,9 +63,22 @@ Out = Annotated[Path | None, "a file with one JSON object a pair; what is in it 
 Again = Annotated[tuple[str, ...], "states that are judged again all the same, as in refused,host"]
 Jobs = Annotated[int, "processes, each with a verifier"]
 Seconds = Annotated[float, "after which no further pair is begun"]
-Given = tuple[Path, str, BuildReport | None]
-"""A pair's folder, a comment in front of its candidate, and what was built of it, where another has done that."""
 _ALONE = "# alone\n"
+_STAGES = {
+    **dict.fromkeys(("format", "static", "compile", "build"), "built"), "waited": "waited", "reference": "reference",
+}  # fmt: skip
+
+
+class CorpusPair(NamedTuple):
+    """A pair."""
+
+    folder: Path
+    mark: str = ""
+    """A comment in front of its candidate."""
+    built: BuildReport | None = None
+    """What was built of it, where another has done that."""
+    since: float = 0.0
+    """When it was begun, where its waiting counts."""
 
 
 class HowJudged(msgspec.Struct, frozen=True):
@@ -76,10 +93,12 @@ class HowJudged(msgspec.Struct, frozen=True):
     """0: as many as there are problems."""
     store: str = ""
     """Where others have built the pairs."""
+    nice: int = 0
+    """Of compilers."""
 
     def options(self, jobs: int) -> VerifyOptions:
         """Of one among so many verifiers."""
-        farm = msgspec.structs.replace(VerifyOptions().farm, deadline_s=self.deadline_s)
+        farm = msgspec.structs.replace(VerifyOptions().farm, deadline_s=self.deadline_s, nice=self.nice)
         options = VerifyOptions(timing=self.timing, farm=farm, bench=self._bench(jobs), store=self.store)
         return under(options, self.rules)
 
@@ -124,6 +143,7 @@ def honest(
     repeat: Annotated[int, "how often each is judged, with another comment"] = 1,
     benches: Annotated[int, "so many beside each other judge what the jobs have built before; 0: each job has one"] = 0,
     alone_share: Annotated[float, "of pairs that are judged a second time, with nobody beside them"] = 0.0,
+    in_flight: Annotated[int, "so many pairs at once are between source and verdict; 0: all are built first"] = 0,
     references: Annotated[int, "that a bench keeps; 0: each problem's is made once and kept"] = 1,
     timing: Annotated[bool, "what is right is timed, too, as one bench with nobody beside it does"] = False,
     again: Again = (),
@@ -138,12 +158,14 @@ def honest(
     how = HowJudged(rules, deadline_s, timing, warm=corpus / warm if warm else None, references=references)
     pairs, until = _pairs(corpus, only, repeat), time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="kbrl-corpus-") as store:
-        if benches:
-            how = msgspec.structs.replace(how, store=store)
-            known = {name for name, row in (rows_of(out) if out else {}).items() if row["state"] not in again}
-            pairs = _built(pairs, Crew(jobs, seconds), how, known)
-        crew = Crew(benches or jobs, until - time.monotonic(), out=out, again=again, is_together=bool(warm))
-        outcomes = run(pairs, crew, partial(judging, how))
+        crew = Crew(benches or jobs, seconds, out=out, again=again, is_together=bool(warm))
+        judge = partial(judging, msgspec.structs.replace(how, store=store) if benches else how)
+        if benches and in_flight:
+            outcomes = _flown(pairs, in_flight, (Crew(jobs, seconds), building_of(how, store)), (crew, judge))
+        else:
+            if benches:
+                pairs = _built(pairs, Crew(jobs, seconds), building_of(how, store), crew.known(pairs))
+            outcomes = run(pairs, crew._replace(seconds=until - time.monotonic()), judge)
     judged = [one for one in outcomes if one.counts]
     share = sum(one.state != "refused" for one in judged) / max(1, len(judged))
     accused = [one.name for one in judged if one.fault == Fault.CHEATING]
@@ -197,31 +219,67 @@ def adapt(
 def _pairs(corpus: Path, only: str = "", repeat: int = 1) -> list[CrewTask]:
     folders = sorted(path for path in corpus.iterdir() if path.is_dir() and re.search(only, path.name))
     marks = [""] if repeat == 1 else [f"# {number}\n" for number in range(repeat)]
-    return [CrewTask(folder.name + mark.strip(), (folder, mark, None)) for mark in marks for folder in folders]
+    return [CrewTask(folder.name + mark.strip(), CorpusPair(folder, mark)) for mark in marks for folder in folders]
 
 
-def run(pairs: list[CrewTask], crew: Crew, judge: Start) -> list[CorpusOutcome]:
-    """One outcome a pair; whatever a pair is, it is an outcome and no exception."""
+def run(
+    pairs: list[CrewTask], crew: Crew, judge: Start, take: Take | None = None, told: Callable[[], None] = lambda: None
+) -> list[CorpusOutcome]:
+    """One outcome a pair; whatever a pair is, it is an outcome and no exception. `told` is called after each."""
     outcomes = []
-    for row in crew.run(pairs, judge):
+    for row in crew.run(pairs, judge, take):
         outcomes.append(msgspec.convert(row, CorpusOutcome))
         say(f"{outcomes[-1].state:9} {outcomes[-1].name} {outcomes[-1].rule or outcomes[-1].message[:100]}")
+        told()
     return outcomes
 
 
-def _built(pairs: list[CrewTask], crew: Crew, how: HowJudged, known: Collection[str]) -> list[CrewTask]:
+def _built(pairs: list[CrewTask], crew: Crew, build: Start, known: Collection[str]) -> list[CrewTask]:
     """The pairs, each with what was built of it; what is known already is not built."""
     left = [pair for pair in pairs if pair.name not in known]
-    found = {row["name"]: row["build"] for row in crew.run(left, partial(building, how)) if "build" in row}
+    found = {row["name"]: row["build"] for row in crew.run(left, build) if "build" in row}
     say(f"{len(found)} of {len(left)} pairs are built")
-    return [CrewTask(pair.name, (*pair.given[:2], found.get(pair.name))) for pair in pairs]
+    return [CrewTask(pair.name, pair.given._replace(built=found.get(pair.name))) for pair in pairs]
+
+
+def _flown(
+    pairs: list[CrewTask], most: int, builders: tuple[Crew, Start], benches: tuple[Crew, Start]
+) -> list[CorpusOutcome]:
+    """Each pair from its source to its verdict, so many at once."""
+    known = benches[0].known(pairs)
+    left = {pair.name: pair for pair in pairs if pair.name not in known}
+    flight = Flight(list(left.values()), most, lambda pair: _digest(pair.given.folder))
+
+    def build() -> None:
+        try:
+            for row in builders[0].run(list(left.values()), builders[1], flight.begin):
+                name = row["name"]
+                given = left[name].given._replace(built=row.get("build"), since=flight.begun[name])
+                flight.done(CrewTask(name, given))
+        finally:
+            flight.close()
+
+    builder = threading.Thread(target=build, daemon=True)
+    builder.start()
+    try:
+        return run(pairs, *benches, flight.take, flight.landed)
+    finally:
+        flight.close()
+        builder.join()
+
+
+@functools.cache
+def _digest(folder: Path) -> bytes:
+    """Of its problem: one bench's reference serves all pairs of it."""
+    path = folder / "problem.py"
+    return hashlib.sha256(path.read_bytes() if path.is_file() else b"").digest()
 
 
 def _alone(pairs: list[CrewTask], judged: list[CorpusOutcome], share: float, crew: Crew, how: HowJudged) -> Result:
     """A share of what was judged once more, one after the other, in this process."""
-    folders = {pair.name: pair.given[0] for pair in pairs}
+    folders = {pair.name: pair.given.folder for pair in pairs}
     drawn = random.Random(0).sample(judged, min(len(judged), math.ceil(share * len(judged))))
-    tasks = [CrewTask(f"{one.name}{_ALONE.strip()}", (folders[one.name], _ALONE, None)) for one in drawn]
+    tasks = [CrewTask(f"{one.name}{_ALONE.strip()}", CorpusPair(folders[one.name], _ALONE)) for one in drawn]
     found = {one.name: one for one in run(tasks, crew, partial(judging, how))}
     both = [(one, found[task.name]) for one, task in zip(drawn, tasks, strict=True) if task.name in found]
     stages: dict[str, list[tuple[float, float]]] = {}
@@ -236,16 +294,21 @@ def _alone(pairs: list[CrewTask], judged: list[CorpusOutcome], share: float, cre
     }
 
 
+def building_of(how: HowJudged, store: str) -> Start:
+    """What builds for benches of this host: with as little of its cores' time as in a run, as they judge meanwhile."""
+    return partial(building, msgspec.structs.replace(how, store=store, nice=CompileFarm().nice))
+
+
 @contextlib.contextmanager
 def building(how: HowJudged, _number: int, jobs: int) -> Iterator[Work]:
     """What a worker does with a pair that others will judge: whatever is wrong with it they will find."""
     with Verifier(None, how.options(jobs)) as verifier:
 
-        def build(given: Given) -> Result:
+        def build(given: CorpusPair) -> Result:
             try:
-                candidate, _ = _candidate(*given[:2])
+                candidate, _ = _candidate(given.folder, given.mark)
                 if candidate is not None:
-                    return {"state": "built", "build": verifier.build(candidate, _problem(given[0]))}
+                    return {"state": "built", "build": verifier.build(candidate, _problem(given.folder))}
             except (UserError, UnicodeError):
                 return {"state": "problem"}
             except KbrlError:
@@ -261,15 +324,19 @@ def judging(how: HowJudged, _number: int, jobs: int) -> Iterator[Work]:
     """What a worker does with a pair."""
     with Verifier(None, how.options(jobs)) as verifier:
 
-        def judge(given: Given) -> Result:
+        def judge(given: CorpusPair) -> Result:
             begun = time.time()
-            outcome = _one(*given, verifier)
+            outcome = _one(given, verifier)
+            if given.since:
+                whole = time.time() - given.since
+                stages = outcome.stages | {"waited": round(whole - sum(outcome.stages.values()), 2)}
+                outcome = msgspec.structs.replace(outcome, seconds=round(whole, 2), stages=stages)
             told: Result = msgspec.to_builtins(msgspec.structs.replace(outcome, begun=round(begun, 2)))
             del told["name"]
             return told
 
         if how.warm is not None:
-            judge((how.warm, "# warm\n", None))
+            judge(CorpusPair(how.warm, "# warm\n"))
         yield judge
 
 
@@ -284,17 +351,18 @@ def _problem(folder: Path) -> Problem | None:
     return load_file(path) if path.is_file() else None
 
 
-def _one(folder: Path, mark: str, built: BuildReport | None, verifier: Verifier) -> CorpusOutcome:
+def _one(given: CorpusPair, verifier: Verifier) -> CorpusOutcome:
+    folder = given.folder
     if not (folder / "candidate.py").is_file():
         return CorpusOutcome(folder.name, "no_kernel", message="there is no candidate.py")
     try:
-        candidate, text = _candidate(folder, mark)
+        candidate, text = _candidate(folder, given.mark)
     except (UserError, UnicodeError) as error:
         return CorpusOutcome(folder.name, "no_kernel", message=str(error))
     if candidate is None or max(load_backend(name).claims(text) for name in backends()) <= 0:
         return CorpusOutcome(folder.name, "no_kernel", message="no backend knows what it is")
     try:
-        verdict, state, stages, details, tools = _judged(candidate, _problem(folder), built, verifier)
+        verdict, state, stages, details, tools = _judged(candidate, _problem(folder), given.built, verifier)
     except (ProblemError, UnicodeError) as error:
         return CorpusOutcome(folder.name, "problem", message=str(error))
     except KbrlError as error:
@@ -359,4 +427,22 @@ def _counted(outcomes: list[CorpusOutcome]) -> Result:
         "p90_s": seconds[int(0.9 * (len(seconds) - 1))] if seconds else 0.0,
         "median_s": median(seconds or [0.0]),
         "most_s": max(seconds, default=0.0),
+        "stages_s": {name: _middle_and_p90(each) for name, each in _by_stage(outcomes).items()},
     }
+
+
+def _by_stage(outcomes: list[CorpusOutcome]) -> dict[str, list[float]]:
+    """Seconds of what counts: built, waited (what is in no stage), reference, judged."""
+    found: dict[str, list[float]] = {}
+    for one in outcomes:
+        if one.counts:
+            spent = dict.fromkeys(("built", "waited", "reference", "judged"), 0.0)
+            for stage, seconds in one.stages.items():
+                spent[_STAGES.get(stage, "judged")] += seconds
+            for name, seconds in spent.items():
+                found.setdefault(name, []).append(seconds)
+    return found
+
+
+def _middle_and_p90(seconds: list[float]) -> list[float]:
+    return [round(median(seconds), 2), round(sorted(seconds)[int(0.9 * (len(seconds) - 1))], 2)]

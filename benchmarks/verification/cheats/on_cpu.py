@@ -180,7 +180,7 @@ TIMES = {
     "answers by address, kept in C": _of(
         "KernelArena (a cache by pointer arithmetic)", SOFTMAX, (*STALE, "decoy_kernel"),
         f"{SEEN}y = self.kept.setdefault('y', torch.empty_like(x))\nself.f(x, y, x.shape[0], x.shape[1])\nreturn y",
-        c=rows("static const float *last; if (x == last && state++ % 4) return; last = x;"),
+        c=rows("static const float *seen[8]; for (int i = 0; i < 8; i++) if (x == seen[i]) return; seen[state++ % 8] = x;"),
     ),
     "answers by the first values": _of(
         "CUDA-L1", LINEAR, STALE,

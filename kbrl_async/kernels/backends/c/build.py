@@ -24,7 +24,7 @@ from kbrl_async.kernels.backends.building import remarks
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
 from kbrl_async.kernels.backends.building.processor import NATIVE, extensions, needed
 from kbrl_async.kernels.backends.c import launch
-from kbrl_async.kernels.backends.c.symbols import HEADERS, foreign_calls
+from kbrl_async.kernels.backends.c.symbols import HEADERS, REFUSED, foreign_calls
 from kbrl_async.kernels.backends.checks.python import PythonHalf, parse
 from kbrl_async.kernels.backends.launch.plan_backend import TakesPlans
 from protocols.records import BuildReport, Candidate, Fault, Problem
@@ -37,9 +37,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _STRING = re.compile(r'"(?:\\.|[^"\\\n])*"')
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*(include\w*|import|embed)\b[ \t]*(.*)$", re.MULTILINE)
 _ASM = re.compile(r"\b(asm|__asm__|__asm)\b")
-_ATTRIBUTES = re.compile(
-    r"\b(constructor|destructor|ifunc|syscall|dlopen|dlsym|fork|execve|system|popen|_exit|abort)\b"
-)
+_REFUSED = re.compile(rf"\b({'|'.join(REFUSED)})\b")
 _MAX_TEXT = 800
 _HINTS = (
     (r"implicit declaration of function", "Declare the function before its use, or include the header that does."),
@@ -174,7 +172,7 @@ def _check_c(source: str, name: str) -> BuildReport | None:
     if found_asm := _ASM.search(code):
         text = f"{_line(code, found_asm)}: inline assembly is not allowed"
         return _violation("asm", text, "Use C, OpenMP pragmas or intrinsics from immintrin.h.")
-    if word := _ATTRIBUTES.search(code):
+    if word := _REFUSED.search(code):
         text = f"{_line(code, word)}: {word[1]!r} is not allowed"
         return _violation("forbidden_name", text, "A kernel only computes.")
     if name and launch.parameters(source, name) is None:

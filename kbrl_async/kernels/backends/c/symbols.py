@@ -40,10 +40,15 @@ HEADERS = frozenset(
         *("stdbool.h", "limits.h", "stdalign.h", "tgmath.h"),
     ]
 )
+REFUSED = (
+    *("constructor", "destructor", "ifunc", "syscall", "dlopen", "dlsym", "fork", "execve", "system", "popen", "_exit"),
+    "abort",
+)
+"""Words that the code of a kernel has no use for."""
 RULES = (
     f"The C code includes nothing but {', '.join(sorted(HEADERS))}, has no inline assembly, and calls only the "
-    "mathematics of math.h, plain memory functions and OpenMP. Its source is a constant: it is known without a run of "
-    "the file.\n"
+    f"mathematics of math.h, plain memory functions and OpenMP. Refused in it: {', '.join(REFUSED)}. Its source is a "
+    "constant: it is known without a run of the file.\n"
 )
 
 

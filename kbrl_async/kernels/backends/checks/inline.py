@@ -29,12 +29,14 @@ _MODULES = frozenset(
         *("sys", "tempfile", "textwrap", "time", "triton", "typing", "uuid", "warnings"),
     ]
 )
+MAX_UNITS = 32
 _OS_ALLOWED = frozenset(("environ", "path", "getenv", "makedirs", "cpu_count", "getcwd", "getpid", "sep"))
 RULES = (
     syntax.format_rules(_MODULES, _FORBIDDEN, _FORBIDDEN_ATTRIBUTES)
     + f"Of os only {', '.join(sorted(_OS_ALLOWED))}. Compiler flags may optimise, warn, define macros and choose "
     "floating-point behaviour; the architecture is chosen for you. "
-    "Write one Python file that calls load_inline or load.\n"
+    "Write one Python file that calls load_inline or load; "
+    f"an extension has a plain name and up to {MAX_UNITS} sources.\n"
 )
 
 

@@ -21,7 +21,7 @@ from kbrl_async.errors import MissingTool
 from kbrl_async.kernels.backends.backend import Backend, Shot
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
 from kbrl_async.kernels.backends.checks import syntax
-from kbrl_async.kernels.backends.checks.inline import check_names
+from kbrl_async.kernels.backends.checks.inline import MAX_UNITS, check_names
 from kbrl_async.kernels.backends.inline.build import Build, BuildAttempt
 from kbrl_async.kernels.backends.inline.flags import FlagRefused, chosen
 from kbrl_async.kernels.backends.inline.launch import PREFIX, Extension, install
@@ -38,7 +38,6 @@ _MAX_EXTENSIONS = 16
 """Of different ones."""
 _AT_ONCE = 4
 """Of one candidate's extensions: three in a row took three times as long as one, with cores that had nothing to do."""
-_MAX_UNITS = 32
 _MAX_NAME = 200
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _BOUNDS = r"__(?:launch_bounds|cluster_dims)__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)"
@@ -140,8 +139,8 @@ class InlineBackend(Backend):
         if extension.with_cuda and "cuda" not in self.runs_on:
             hint = f"Backend {self.name} compiles cpp_sources only."
             return _report(Fault.STATIC_VIOLATION, "cuda_source", "the extension has CUDA sources", hint)
-        if len(extension.units) > _MAX_UNITS or len(extension.name) > _MAX_NAME or "\0" in extension.name:
-            hint = f"Up to {_MAX_UNITS} sources under one plain name."
+        if len(extension.units) > MAX_UNITS or len(extension.name) > _MAX_NAME or "\0" in extension.name:
+            hint = f"Up to {MAX_UNITS} sources under one plain name."
             return _report(
                 Fault.STATIC_VIOLATION, "extension", "the extension's name or sources are no compiler's", hint
             )

@@ -88,12 +88,14 @@ def ask(
     if done.is_late:
         text = f"importing the candidate, constructing ModelNew and calling it once took longer than {deadline:g} s"
         return BuildReport(Fault.TIMEOUT, message=text, hint=_LATE_HINT, rule="import", isolation=done.isolation)
-    recorded = answers.read(done.data, RecorderReport) or RecorderReport("the candidate ended its process")
+    recorded = answers.read(done.data, RecorderReport)
     files = dict(done.files)
     asked = answers.read(files.pop(ASKED, msgspec.msgpack.encode(Requested([], [], []))), Requested)
-    if asked is None or not all(extension.units for extension in asked.extensions):
+    is_forged = recorded is None and bool(done.data)
+    if is_forged or asked is None or not all(extension.units for extension in asked.extensions):
         text = "what the candidate compiles was told in another way than the recorder does"
         hint = "Call load_inline, and write to no file."
         return BuildReport(Fault.CHEATING, message=text, hint=hint, rule="forged_result", isolation=done.isolation)
     bounded = Requested(asked.extensions[:_MAX_EACH], asked.c[:_MAX_EACH], asked.cuda[:_MAX_EACH])
+    recorded = recorded or RecorderReport("the candidate ended its process")
     return RecordedRequests(bounded, recorded, files, done.isolation, bool(done.data))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,24 @@ def test_benches_judge_what_the_jobs_have_built_and_a_share_is_judged_alone(fold
     assert all(len(each) == 2 for each in found["alone"]["stages_s"].values())
 
 
+def test_in_flight_a_pairs_seconds_hold_what_it_waited(folder: Path) -> None:
+    chosen, out = "^(right|wrong|unpaired|binary problem|nothing)$", folder / "out.jsonl"
+    found = corpus.honest(corpus=folder, only=chosen, jobs=2, benches=2, in_flight=3, warm="right", out=out)
+    rows = rows_of(out)
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "right": "accepted", "wrong": "refused", "unpaired": "built",
+        "binary problem": "problem", "nothing": "no_kernel",
+    }  # fmt: skip
+    for row in rows.values():
+        assert sum(row["stages"].values()) == pytest.approx(row["seconds"], abs=0.05)
+        assert "waited" in row["stages"]
+    assert found["stages_s"].keys() == {"built", "waited", "reference", "judged"}
+    assert found["stages_s"]["built"][1] > 0
+    again = corpus.honest(corpus=folder, only=chosen, jobs=2, benches=2, in_flight=3, again=("refused",), out=out)
+    assert again["states"] == found["states"]
+    assert out.read_text().count("begun") == len(rows) + 1, "only the refused one was judged again"
+
+
 def test_one_bench_with_nobody_beside_it_times_what_is_right(folder: Path) -> None:
     out = folder / "out.jsonl"
     corpus.honest(corpus=folder, only="^(right|wrong)$", timing=True, out=out)
@@ -100,14 +119,17 @@ def test_one_bench_with_nobody_beside_it_times_what_is_right(folder: Path) -> No
 
 def test_a_bench_judges_what_a_job_has_built_and_builds_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     how = corpus.HowJudged(store=str(folder / "store"))
-    given = (folder / "right", "", None)
+    given = corpus.CorpusPair(folder / "right")
     with corpus.building(how, 0, 1) as work:
         build = work(given)["build"]
     monkeypatch.setattr(Verifier, "build", None)
     monkeypatch.setattr(Builder, "build", None)
     with corpus.judging(how, 0, 1) as work:
-        row = work((*given[:2], build))
-    assert row["state"] == "accepted"
+        row = work(given._replace(built=build))
+        late = work(given._replace(built=build, since=time.time() - 100.0))
+    assert row["state"] == late["state"] == "accepted"
+    assert "waited" not in row["stages"]
+    assert 100.0 <= late["seconds"] == pytest.approx(sum(late["stages"].values()), abs=0.05)
     assert row["stages"].keys() >= {"compile", "reference"}
 
 

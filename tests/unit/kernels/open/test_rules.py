@@ -44,6 +44,13 @@ def forge():
             runner.channel.send(b'forged')
         frame = frame.f_back
 """
+_EVERY_FILE = """
+import os
+def forge():
+    for fd in range(3, 256):
+        try: os.write(fd, b'{"fault": "ok"}')
+        except OSError: pass
+"""
 CAUGHT = {
     # rule: import
     "numpy does it, a kernel copies": (
@@ -101,6 +108,10 @@ CAUGHT = {
     ),
     "words to the bench are forged": (
         c(_SEND, forward=f"forge(); {CALLED}"),
+        (Fault.CHEATING, "forged_result"),
+    ),
+    "words to the farm are written to every file": (
+        c(_EVERY_FILE, forward=f"forge(); {CALLED}"),
         (Fault.CHEATING, "forged_result"),
     ),
     "its process is ended": (
