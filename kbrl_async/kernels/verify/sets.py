@@ -24,7 +24,7 @@ import torch
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.problems.declared import declared
-from kbrl_async.kernels.verify import compare, inputs, values, wire
+from kbrl_async.kernels.verify import compare, inputs, leave, lowering, values, wire
 from kbrl_async.kernels.verify.fresh import Pool, like
 from kbrl_async.kernels.verify.input_set import InputSet, follows_inputs, is_degenerate, tensors_of
 from kbrl_async.kernels.verify.known import AskedSet, Draws, Held, Recent, Redrawn, outlines
@@ -208,7 +208,7 @@ class SetMaker:
         self.reference_s = max(self.reference_s, outcome.elapsed_ns / 1e9)
         moves, beyond = self._moves(blocks, expected)
         tolerances, forgiving = self._tolerances(kind, blocks, expected, beyond)
-        if kind.name != "nominal" and any(tolerance.ill for tolerance in tolerances):
+        if kind.name != "nominal" and any(tolerance.ill for tolerance in (*tolerances, *forgiving)):
             self._leave(kind, "rounding errors decide there")
             return None
         reason = self.strays(blocks, expected, moves)
@@ -281,6 +281,7 @@ class SetMaker:
         rounding errors proves nothing, but no honest kernel is wrong for making others. In half precision kernels round
         what lies in between, too (attention its scaled queries): half of what the inputs were moved by for `beyond`.
         """
+        seen = self._simulated(blocks, expected)
         errors = self._errors(blocks, expected)  # one answer after the other: each is as large as what is expected
         wide = self._answer(wire.OP_DOUBLE, blocks) if self._widens else None
         found = [
@@ -288,7 +289,7 @@ class SetMaker:
                 tensor,
                 wide[i] if wide else None,
                 self._nominal_scales[i],
-                binary=kind.shape == "binary",
+                binary=kind.shape == "binary" and not self.declared.precision,
                 declared=self._declared.get(str(tensor.dtype).removeprefix("torch.")),
                 error=max(errors[i], beyond[i] / 2 / HONEST_FACTOR),
             )
@@ -297,14 +298,27 @@ class SetMaker:
         if not self.sets:
             scales = [max(compare.output_scale(tensor), 1e-30) for tensor in expected]
             self._usual = [one.uncut / scale for one, scale in zip(found, scales, strict=True)]
-        if wide is None:
-            return found, found
-        if kind.name != "nominal":
-            return found, self._eased(found, blocks, expected, wide)
-        return found, [
-            msgspec.structs.replace(one, honest=one.uncut) if one.ill and is_noise(tensor, wide[i]) else one
-            for i, (one, tensor) in enumerate(zip(found, expected, strict=True))
-        ]
+        forgiving = found
+        if wide is not None and kind.name != "nominal":
+            forgiving = self._eased(found, blocks, expected, wide)
+        elif wide is not None:
+            forgiving = [
+                msgspec.structs.replace(one, honest=one.uncut) if one.ill and is_noise(tensor, wide[i]) else one
+                for i, (one, tensor) in enumerate(zip(found, expected, strict=True))
+            ]
+        rounds = self.declared.precision != "tf32"
+        return found, [leave.allowed(*three, rounds=rounds) for three in zip(forgiving, expected, seen, strict=True)]
+
+    def _simulated(self, blocks: list[torch.Tensor], expected: list[torch.Tensor]) -> list[list[leave.Moved]]:
+        """How far each output moves in each simulation of the precision that the problem declares."""
+        precision = self.declared.precision
+        seen: list[list[leave.Moved]] = [[] for _ in expected]
+        for grid in range(lowering.GRIDS if leave.is_few(expected) else 1) if precision else ():
+            answer = self._answer(wire.OP_LOWERED + lowering.number(precision, grid), blocks)
+            for one, tensor, other in zip(seen, expected, answer or expected, strict=True):
+                one.append(leave.moved(tensor, other))
+            del answer
+        return seen
 
     def _eased(
         self,
