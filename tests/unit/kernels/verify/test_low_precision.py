@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 from collections.abc import Callable, Iterator
 
@@ -16,7 +15,7 @@ from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.compare import difference
 from kbrl_async.kernels.verify.input_set import InputSet
-from protocols.records import Candidate, Fault
+from protocols.records import Candidate, Fault, Verdict
 
 M, K, N = 64, 512, 96
 PRODUCT = """
@@ -236,3 +235,156 @@ def test_partial_work_is_wrong_whatever_is_allowed(
     sets = sets_of(declared(PRODUCT, precision))
     assert wrong_on(sets, cheat)
     assert wrong_on(sets, lambda x, w: cheat(way(x, 1), way(w, 0)))
+
+
+MODULE = """
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+{layers}
+
+    def forward(self, {arguments}):
+        return {answer}
+
+def get_inputs():
+    return [{inputs}]
+
+def get_init_inputs():
+    return []
+"""
+
+
+def module(layers: str, answer: str, inputs: str, arguments: str = "x") -> str:
+    return MODULE.format(layers=f"        {layers}", answer=answer, inputs=inputs, arguments=arguments)
+
+
+TWO = "self.a, self.b = nn.Linear(128, 256), nn.Linear(256, 64)"
+LAYERS = module(TWO, "self.b(torch.relu(self.a(x)))", "torch.randn(96, 128)")
+LOSS = module(TWO, "(self.b(torch.relu(self.a(x))) ** 2).mean()", "torch.randn(96, 128)")
+FILTER = module("self.a = nn.Conv2d(16, 32, 3)", "self.a(x)", "torch.randn(2, 16, 14, 14)")
+HEADS = "torch.randn(2, 4, 64, 32)"
+ATTENTION = module("pass", "F.scaled_dot_product_attention(q, k, v)", ", ".join([HEADS] * 3), "q, k, v")
+_NARROW = """
+def narrowed(x, dims, most={most}):
+    scale = x.abs().amax(dims, keepdim=True).clamp_min(1e-12) / most
+    return {few} * scale
+
+def product(x, w, bias):
+    return narrowed(x, (-1,)) @ narrowed(w, (-1,)).T + bias
+
+class ModelNew(Model):
+    def forward(self, {arguments}):
+        {body}
+"""
+_TWO = "self.b.weight, self.b.bias)"
+_INSIDE = f"product(torch.relu(product(x, self.a.weight, self.a.bias)), {_TWO}"
+_ATTENTION = """p = torch.softmax(narrowed(q, (-1,)) @ narrowed(k, (-1,)).mT / 32**0.5, -1)
+        return narrowed(p, (-1,)) @ narrowed(v, (-2,))"""
+FEW = {"float8_e4m3fn": (448.0, "(x / scale).to(torch.float8_e4m3fn).float()"), "int8": (127.0, "(x / scale).round()")}
+MODULES = {
+    "two layers": (LAYERS, "x", f"return {_INSIDE}"),
+    "a loss of them": (LOSS, "x", f"return ({_INSIDE} ** 2).mean()"),
+    "a filter": (
+        FILTER,
+        "x",
+        "return F.conv2d(narrowed(x, (1, 2, 3)), narrowed(self.a.weight, (1, 2, 3)), self.a.bias)",
+    ),
+    "attention": (ATTENTION, "q, k, v", _ATTENTION),
+}
+
+
+def judged(watching: Bench, problem: str, candidate: str) -> Fault:
+    """A candidate of torch's code, in a process of its own."""
+    given = parse_problem(problem, "L1/01_module")
+    return watching.evaluate(given, Candidate(given.source + candidate, "torch"), {}, timing=False).verdict.fault
+
+
+@pytest.mark.parametrize("precision", FEW)
+@pytest.mark.parametrize("name", MODULES)
+def test_weights_and_what_lies_in_between_may_be_narrow_with_leave(watching: Bench, name: str, precision: str) -> None:
+    problem, arguments, body = MODULES[name]
+    most, few = FEW[precision]
+    candidate = _NARROW.format(arguments=arguments, body=body, most=most, few=few)
+    assert judged(watching, declared(problem, precision), candidate) is Fault.OK
+    assert judged(watching, problem, candidate) is Fault.INCORRECT
+
+
+PARTIAL = {
+    "the first layer of half of the inputs": ("x", "return self.b(torch.relu(self.a(x * (torch.arange(128) < 64))))"),
+    "no second layer's bias": ("x", "return self.b(torch.relu(self.a(x))) - self.b.bias"),
+    "no relu": ("x", "return self.b(self.a(x))"),
+    "zeros": ("x", "return self.b(torch.relu(self.a(x))) * 0"),
+}
+
+
+@pytest.mark.parametrize("precision", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("name", PARTIAL)
+def test_layers_left_out_are_wrong_with_leave(watching: Bench, name: str, precision: str) -> None:
+    arguments, body = PARTIAL[name]
+    candidate = f"\nclass ModelNew(Model):\n    def forward(self, {arguments}):\n        {body}\n"
+    assert judged(watching, declared(LAYERS, precision), candidate) is Fault.INCORRECT
+
+
+IN_C = """
+import torch
+import torch.nn as nn
+from kbrl_async.launch import c_kernel
+
+SOURCE = r'''
+#include <math.h>
+static float narrow(const float *x, long step, long n, signed char *out) {
+    float most = 1e-12f;
+    for (long i = 0; i < n; i++) most = fmaxf(most, fabsf(x[i * step]));
+    for (long i = 0; i < n; i++) out[i] = (signed char)rintf(x[i * step] * MOST / most);
+    return most / MOST;
+}
+void product(const float *x, const float *w, float *out, long m, long k, long n) {
+    static signed char left[512], right[96][512];
+    float scales[96];
+    for (long j = 0; j < n; j++) scales[j] = narrow(w + j, n, k, right[j]);
+    for (long i = 0; i < m; i++) {
+        float scale = narrow(x + i * k, 1, k, left);
+        for (long j = 0; j < n; j++) {
+            int sum = 0;
+            for (long l = 0; l < UNTIL; l++) sum += left[l] * right[j][l];
+            out[i * n + j] = sum * scale * scales[j];
+        }
+    }
+}
+'''
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernel = c_kernel(SOURCE, "product")
+
+    def forward(self, x, w):
+        out = torch.empty(x.shape[0], w.shape[1])
+        self.kernel(x, w, out, x.shape[0], x.shape[1], w.shape[1])
+        return out
+"""
+
+
+@pytest.mark.parametrize("replay", [True, False])
+@pytest.mark.parametrize(
+    ("precision", "most", "until", "fault"),
+    [
+        ("int8", "127.0f", "k", Fault.OK),
+        ("int4", "7.0f", "k", Fault.OK),
+        ("", "127.0f", "k", Fault.INCORRECT),
+        ("tf32", "127.0f", "k", Fault.INCORRECT),
+        ("int8", "7.0f", "k", Fault.INCORRECT),
+        ("int4", "7.0f", "k / 2", Fault.INCORRECT),
+    ],
+)
+def test_a_kernel_in_c_is_held_to_what_the_problem_allows(
+    built_and_judged: Callable[..., Verdict], precision: str, most: str, until: str, fault: Fault, replay: bool
+) -> None:
+    problem = declared(PRODUCT, precision) if precision else PRODUCT
+    verdict = built_and_judged(IN_C.replace("MOST", most).replace("UNTIL", until), problem, replay)
+    assert verdict.fault is fault, verdict
+    assert ("root mean square" in verdict.tolerance_note) is bool(precision)
