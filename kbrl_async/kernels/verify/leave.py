@@ -8,21 +8,25 @@ latter is what tells one precision from the next, and work that is left out: 4 %
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import torch
 
-from kbrl_async.kernels.verify.compare import rms
+from kbrl_async.kernels.verify.compare import bands, rms
 from kbrl_async.kernels.verify.pieces import countable, pieces
 from kbrl_async.kernels.verify.tolerance import Tolerance, largest_error
 
 _FACTOR, _FEW = 1.5, 4.0
 """Times what was simulated, and more where few elements tell little: one and four roots of their number."""
+_OF_BAND = 4.0
+"""The same of one band, whose rows may be off by one common rounding error."""
 _SHARE = 0.5
 """Of an output's deviation: beyond it a constant is about as near."""
 _ROUNDED = 2.0**-8
 """Of each element: what is not multiplied may be rounded to bfloat16, twice."""
+_WHOLE = ("int8", "int4")
+"""One scale for all, as some kernels have it, leaves nothing of rows that are small beside others."""
 _MANY = 1 << 10
 """Elements that tell enough in one simulation."""
 
@@ -32,6 +36,8 @@ class Moved(msgspec.Struct, frozen=True):
 
     largest: float
     mean_square: float
+    by_band: tuple[float, ...] = ()
+    """The same of each band."""
 
 
 def is_few(outputs: Sequence[torch.Tensor]) -> bool:
@@ -41,28 +47,49 @@ def is_few(outputs: Sequence[torch.Tensor]) -> bool:
 def moved(expected: torch.Tensor, other: torch.Tensor) -> Moved:
     if not expected.is_floating_point() or expected.numel() == 0 or expected.shape != other.shape:
         return Moved(0.0, 0.0)
-    return Moved(largest_error(expected, other), rms(expected, other) ** 2)
+    by_band = tuple(rms(*both) ** 2 for both in zip(bands(expected), bands(other), strict=True))
+    return Moved(largest_error(expected, other), rms(expected, other) ** 2, by_band)
 
 
-def allowed(found: Tolerance, expected: torch.Tensor, seen: Sequence[Moved], *, rounds: bool = True) -> Tolerance:
-    """`found`, and the room that simulations need. `seen`: one for each. `rounds`: what is multiplied is no wider than
-    bfloat16, so all else may be rounded to that.
-    """
+def allowed(found: Tolerance, expected: torch.Tensor, seen: Sequence[Moved], precision: str) -> Tolerance:
+    """`found`, and the room that simulations need. `seen`: one for each."""
     count = expected.numel()
     if not seen or not expected.is_floating_point() or count == 0:
         return found
-    room = _FACTOR * (1 + _FEW / math.sqrt(count))
-    size, spread = _root(expected), _deviation(expected)
-    relative = max(found.relative, _ROUNDED if rounds else 0.0)
-    whole = room * math.sqrt(sum(one.mean_square for one in seen) / len(seen))
-    least = max(found.absolute + relative * size, found.honest)
+    relative = max(found.relative, 0.0 if precision == "tf32" else _ROUNDED)
+    least = _least(found, relative, expected)
+    most = _SHARE * _deviation(expected)
+    whole = _room(count) * _root_mean([one.mean_square for one in seen])
     return msgspec.structs.replace(
         found,
         relative=relative,
-        honest=max(found.honest, room * max(one.largest for one in seen)),
-        spread=max(least, min(whole, _SHARE * spread)),
-        ill=found.ill or whole > max(least, _SHARE * spread),
+        honest=max(found.honest, _room(count) * max(one.largest for one in seen)),
+        spread=max(least, min(whole, most)),
+        by_band=() if precision in _WHOLE else tuple(_of_bands(found, relative, expected, seen)),
+        elements=count,
+        ill=found.ill or whole > max(least, most),
     )
+
+
+def _of_bands(
+    found: Tolerance, relative: float, expected: torch.Tensor, seen: Sequence[Moved]
+) -> Iterator[float]:
+    for number, band in enumerate(bands(expected)):
+        squares = [one.by_band[number] for one in seen if one.by_band]
+        yield max(_least(found, relative, band), _OF_BAND * _root_mean(squares))
+
+
+def _room(count: int) -> float:
+    return _FACTOR * (1 + _FEW / math.sqrt(count))
+
+
+def _root_mean(squares: Sequence[float]) -> float:
+    return math.sqrt(sum(squares) / max(1, len(squares)))
+
+
+def _least(found: Tolerance, relative: float, expected: torch.Tensor) -> float:
+    """What each element may be off by in any case."""
+    return max(found.absolute + relative * _root(expected), found.honest)
 
 
 def _root(expected: torch.Tensor) -> float:

@@ -56,14 +56,17 @@ class Tolerance(msgspec.Struct, frozen=True):
     """The honest error, four times, as it was."""
     spread: float = math.inf
     """What the root mean square of all errors may be: asked where lower precision is declared."""
+    by_band: tuple[float, ...] = ()
+    """The same of each of `compare.bands`, of an output of `elements`."""
+    elements: int = 0
 
     def widened(self, factor: float) -> Tolerance:
-        names = ("relative", "absolute", "honest", "spread")
-        return msgspec.structs.replace(self, **{name: getattr(self, name) * factor for name in names})
+        wider = {name: getattr(self, name) * factor for name in ("relative", "absolute", "honest", "spread")}
+        return msgspec.structs.replace(self, **wider, by_band=tuple(one * factor for one in self.by_band))
 
     def of_each(self) -> Tolerance:
         """For a part of an output, which may be off by more than the whole."""
-        return msgspec.structs.replace(self, spread=math.inf)
+        return msgspec.structs.replace(self, spread=math.inf, by_band=())
 
     def note(self) -> str:
         """For people: what was allowed and why."""

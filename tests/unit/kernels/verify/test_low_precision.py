@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 import torch
 
@@ -235,6 +236,76 @@ def test_partial_work_is_wrong_whatever_is_allowed(
     sets = sets_of(declared(PRODUCT, precision))
     assert wrong_on(sets, cheat)
     assert wrong_on(sets, lambda x, w: cheat(way(x, 1), way(w, 0)))
+
+
+def without_the_whole(sets: list[InputSet]) -> list[InputSet]:
+    """As it would be if each element alone were looked at."""
+    return [msgspec.structs.replace(one, tolerances=[two.of_each() for two in one.tolerances]) for one in sets]
+
+
+def without_bands(sets: list[InputSet]) -> list[InputSet]:
+    return [
+        msgspec.structs.replace(
+            one, tolerances=[msgspec.structs.replace(two, by_band=()) for two in one.tolerances]
+        )
+        for one in sets
+    ]
+
+
+CAUSAL = """
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+class Model(nn.Module):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+def get_inputs():
+    return [torch.randn(1, 2, 512, 32) for _ in range(3)]
+
+def get_init_inputs():
+    return []
+"""
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, until: int = 512, way: Operand = fp8) -> torch.Tensor:
+    scores = way(q, -1) @ way(k, -1).mT / 32**0.5
+    shares = scores.masked_fill(~torch.ones(512, 512, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    found = way(shares, -1) @ way(v, -2)
+    found[..., until:, :] = 0
+    return found
+
+
+@pytest.mark.parametrize("precision", ["float8_e4m3fn", "mxfp4"])
+def test_rows_that_are_small_beside_others_are_looked_at_too(
+    sets_of: Callable[[str], list[InputSet]], precision: str
+) -> None:
+    """The first rows of a causal attention are of few values, and as large as these; the last ones are means of many."""
+    sets, way = sets_of(declared(CAUSAL, precision)), OF[precision]
+    shapes = [(1, 2, 512, 32)] * 3
+    assert wrong_on(sets, lambda *given: causal(*given, way=way), *shapes) == set()
+    for until in (256, 480):
+        assert "nominal" in wrong_on(sets, lambda *given, until=until: causal(*given, until, way), *shapes), until
+    if precision == "mxfp4":
+        assert "nominal" not in wrong_on(without_the_whole(sets), lambda *given: causal(*given, 480, way), *shapes)
+
+
+UNEVEN = PRODUCT.replace("torch.randn(64, 512)", "torch.randn(64, 512) * torch.logspace(0, -3, 64).unsqueeze(1)")
+
+
+@pytest.mark.parametrize("precision", ["float8_e4m3fn", "float8_e5m2", "nvfp4", "mxfp4", "bfloat16"])
+def test_rows_a_hundredth_as_large_as_others_may_not_be_left_out(
+    sets_of: Callable[[str], list[InputSet]], precision: str
+) -> None:
+    sets, way = sets_of(declared(UNEVEN, precision)), OF.get(precision, lambda x, _: x.bfloat16().float())
+
+    def kernel(x: torch.Tensor, w: torch.Tensor, until: int) -> torch.Tensor:
+        return torch.cat([(way(x, 1) @ way(w, 0))[:until], torch.zeros(M - until, N)])
+
+    assert wrong_on(sets, lambda x, w: kernel(x, w, M)) == set()
+    assert "nominal" in wrong_on(sets, lambda x, w: kernel(x, w, 48))
+    assert precision == "bfloat16" or "nominal" not in wrong_on(without_bands(sets), lambda x, w: kernel(x, w, 48))
 
 
 MODULE = """
