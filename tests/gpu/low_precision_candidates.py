@@ -62,7 +62,7 @@ def get_init_inputs():
 )
 """Its weights come as two in a byte, with a scale for 32."""
 
-_FP8 = '''
+_FP8 = """
 @triton.jit
 def product(x, w, scale_x, scale_w, out, N, K, BY_ROW: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr):
     rows = tl.program_id(0) * M + tl.arange(0, M)
@@ -84,7 +84,7 @@ def multiplied(x, w, scale_x, scale_w, by_row):
     out = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
     product[(m // 64, n // 64)](x, w, scale_x, scale_w, out, n, k, BY_ROW=by_row, M=64, BLOCK=128)
     return out
-'''
+"""
 FP8_SCALED = (
     _TRITON
     + _FP8
@@ -126,7 +126,7 @@ class ModelNew(nn.Module):
 """
 )
 """For `LINEAR`: a scale for each row of both."""
-_INT4 = '''
+_INT4 = """
 @triton.jit
 def product(x, packed, scales, out, N, K, M: tl.constexpr, BLOCK: tl.constexpr):
     rows = tl.program_id(0) * M + tl.arange(0, M)
@@ -147,7 +147,7 @@ def multiplied(x, packed, scales):
     out = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
     product[(m // 64, n // 64)](x, packed, scales, out, n, k, M=64, BLOCK=64)
     return out
-'''
+"""
 INT4_PACKED = (
     _TRITON
     + _INT4

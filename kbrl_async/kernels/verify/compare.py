@@ -123,7 +123,7 @@ def bands(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.dim() < 2 or tensor.numel() < 2 * _LEAST_BAND:
         return []
     rows = tensor.reshape(-1, tensor.shape[-1])
-    return list(rows.split(max(-(-len(rows) // _BANDS), -(-_LEAST_BAND // rows.shape[1]))))
+    return list(torch.split(rows, max(-(-len(rows) // _BANDS), -(-_LEAST_BAND // rows.shape[1]))))
 
 
 def _of_each(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference:

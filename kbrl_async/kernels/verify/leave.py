@@ -51,29 +51,32 @@ def moved(expected: torch.Tensor, other: torch.Tensor) -> Moved:
     return Moved(largest_error(expected, other), rms(expected, other) ** 2, by_band)
 
 
-def allowed(found: Tolerance, expected: torch.Tensor, seen: Sequence[Moved], precision: str) -> Tolerance:
-    """`found`, and the room that simulations need. `seen`: one for each."""
+def allowed(
+    found: Tolerance, expected: torch.Tensor, seen: Sequence[Moved], precision: str, is_binary: bool = False
+) -> Tolerance:
+    """`found`, and the room that simulations need. `seen`: one for each. `is_binary`: the inputs are {0, 1}, and
+    whatever is not exact then is rounded alike.
+    """
     count = expected.numel()
     if not seen or not expected.is_floating_point() or count == 0:
         return found
     relative = max(found.relative, 0.0 if precision == "tf32" else _ROUNDED)
     least = _least(found, relative, expected)
-    most = _SHARE * _deviation(expected)
-    whole = _room(count) * _root_mean([one.mean_square for one in seen])
+    room, most = _room(count) * (2 if is_binary else 1), _SHARE * _deviation(expected)
+    whole = room * _root_mean([one.mean_square for one in seen])
+    is_even = precision in _WHOLE or is_binary
     return msgspec.structs.replace(
         found,
         relative=relative,
-        honest=max(found.honest, _room(count) * max(one.largest for one in seen)),
+        honest=max(found.honest, room * max(one.largest for one in seen)),
         spread=max(least, min(whole, most)),
-        by_band=() if precision in _WHOLE else tuple(_of_bands(found, relative, expected, seen)),
+        by_band=() if is_even else tuple(_of_bands(found, relative, expected, seen)),
         elements=count,
         ill=found.ill or whole > max(least, most),
     )
 
 
-def _of_bands(
-    found: Tolerance, relative: float, expected: torch.Tensor, seen: Sequence[Moved]
-) -> Iterator[float]:
+def _of_bands(found: Tolerance, relative: float, expected: torch.Tensor, seen: Sequence[Moved]) -> Iterator[float]:
     for number, band in enumerate(bands(expected)):
         squares = [one.by_band[number] for one in seen if one.by_band]
         yield max(_least(found, relative, band), _OF_BAND * _root_mean(squares))

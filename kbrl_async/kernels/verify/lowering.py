@@ -5,8 +5,8 @@
     operands ─▶ a scale for each row of the one, each column of the other, or each block along the sum
              ─▶ rounded, and scaled back ─▶ the library's product        (all else as the reference has it)
 
-As honest kernels do it: symmetric, to the nearest (tf32 cut). Seen are operators of torch below `linear`, `matmul`, `einsum`,
-convolutions and attention; recurrent layers are not, and no more is allowed for these.
+As honest kernels do it: symmetric, to the nearest (tf32 cut). Seen are operators of torch below `linear`, `matmul`,
+`einsum`, convolutions and attention; recurrent layers are not, and no more is allowed for these.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def _sides(name: str, second: int, is_transposed: bool) -> tuple[tuple[int | Non
     return (None, -1), (None, -2 if second > 1 else -1)
 
 
-def rounded(x: torch.Tensor, precision: str, kept: int | None = None, along: int = -1, stretch: float = 1) -> torch.Tensor:
+def rounded(
+    x: torch.Tensor, precision: str, kept: int | None = None, along: int = -1, stretch: float = 1
+) -> torch.Tensor:
     """The values that are left of `x` as numbers of this kind. `kept`: the dimension whose parts share a scale; None:
     all but `along` do. `along`: one that is summed over, in which blocks lie. `stretch`: of the scale.
     """
@@ -112,7 +114,7 @@ def _in_blocks(wide: torch.Tensor, precision: str, along: int, stretch: float) -
     of two (mxfp4, as OCP's specification rounds it: down)."""
     size, last = _BLOCKS[precision], wide.movedim(along, -1)
     count = last.shape[-1]
-    blocks = torch.nn.functional.pad(last, (0, -count % size)).unflatten(-1, (-1, size))
+    blocks = torch.nn.functional.pad(last, (0, -count % size)).reshape(*last.shape[:-1], -1, size)
     most = blocks.abs().amax(-1, keepdim=True).clamp_min(_LEAST)
     if precision == "mxfp4":
         scale = torch.exp2(most.log2().floor() - 2) * stretch

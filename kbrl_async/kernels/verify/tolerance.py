@@ -34,6 +34,8 @@ _UNITS = 2.0
 """In the last place of a narrow output: one rounding of the result, one of what it is made of."""
 FP8_SUM = 2.0**-12
 """fp8 tensor cores keep about 14 bits while they add up, and cut the rest: what is lost of a sum of magnitudes."""
+FP8_MOST = 2.4e-3
+"""Of an output's scale: four times that still tells right from wrong."""
 ILL_SHARE = {True: 5e-2, False: 1e-2}
 """Of the output's scale: an honest error above it says that the inputs are ill-conditioned, or the output jumps."""
 _SAMPLE, _NOISE_SHARE = 1 << 16, 0.1

@@ -36,7 +36,9 @@ M, K, N, GROUP = 32, 256, 48, 32
 
 
 def posed(arguments: str, body: str, inputs: str) -> str:
-    indented = ["\n".join(f"{' ' * size}{line}" for line in text.split("\n")) for text, size in ((body, 8), (inputs, 4))]
+    indented = [
+        "\n".join(f"{' ' * size}{line}" for line in text.split("\n")) for text, size in ((body, 8), (inputs, 4))
+    ]
     return _PROBLEM.format(arguments=arguments, body=indented[0], inputs=indented[1])
 
 
@@ -72,6 +74,8 @@ SCALED = posed(
     "x, w = torch.randn(32, 256), torch.randn(256, 48)\n"
     "return [x.to(torch.float8_e5m2), w.to(torch.float8_e4m3fn), torch.rand(()) + 0.5]",
 )
+
+
 @pytest.fixture(scope="module")
 def reference_of(zygote: Zygote) -> Iterator[ReferenceOf]:
     options = bench_options(TimingBench(), limits=Limits(memory_bytes=1 << 30, scratch_bytes=4 << 20))
@@ -89,7 +93,7 @@ def wrong_on(reference: Reference, kernel: Callable[..., torch.Tensor]) -> set[s
     return found
 
 
-FEW = {
+FEW: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "int4": (
         INT4.replace("(0, 256, (128, 48), dtype=torch.uint8)", "(0, 256, (128, 48), dtype=torch.uint8) & 0x77"),
         lambda packed: (packed & 0x88) == 0,
@@ -110,9 +114,9 @@ FEW = {
 def test_what_is_packed_or_narrow_is_only_ever_as_drawn(reference_of: ReferenceOf, name: str) -> None:
     """Integers and fp8 are neither scaled nor turned round, and no scale becomes zero."""
     problem, is_drawn = FEW[name]
-    sets = reference_of(problem).sets
-    assert {"nominal", "mixed"} <= {one.name for one in sets}
-    for one in sets:
+    made = reference_of(problem).sets
+    assert {"nominal", "mixed"} <= {one.name for one in made}
+    for one in made:
         assert bool(is_drawn(one.blocks[1]).all()), one.name
         assert all(bool((scale.float() > 0).all()) for scale in one.blocks[2:]), one.name
 
@@ -123,7 +127,7 @@ def unpacked(packed: torch.Tensor) -> torch.Tensor:
 
 def by_groups(x: torch.Tensor, whole: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """A sum for each group, and its scale at the end of it."""
-    parts = torch.einsum("mgk,gkn->gmn", x.unflatten(1, (-1, GROUP)), whole.unflatten(0, (-1, GROUP)))
+    parts = torch.einsum("mgk,gkn->gmn", x.view(len(x), -1, GROUP), whole.view(-1, GROUP, whole.shape[1]))
     return (parts * scales.unsqueeze(1)).sum(0)
 
 
@@ -192,10 +196,10 @@ def unit_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def summed(x: torch.Tensor, w: torch.Tensor, promoted: int = 0, is_cut: bool = True) -> torch.Tensor:
-    """As Hopper's tensor cores add up products of fp8: 32 at a time, all of them and the sum so far with the bits of the
-    largest. `promoted`: after so many the sum is added to one in fp32; 0: never.
+    """As Hopper's tensor cores add up products of fp8: 32 at a time, all of them and the sum so far with the bits of
+    the largest. `promoted`: after so many the sum is added to one in fp32; 0: never.
     """
-    total, part = torch.zeros(2, x.shape[0], w.shape[1])
+    total, part = torch.zeros(x.shape[0], w.shape[1]), torch.zeros(x.shape[0], w.shape[1])
     for begin in range(0, x.shape[1], 32):
         products = x[:, begin : begin + 32, None] * w[None, begin : begin + 32]
         unit = unit_of(torch.maximum(products.abs().amax(1), part.abs()))
