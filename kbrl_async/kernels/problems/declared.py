@@ -30,8 +30,10 @@ _ALIKE = 0.8
 Domain = tuple[float, float]
 _DOMAIN_KEYS = ("least", "most", "sorted", "one_hot", "distribution", "below")
 _DISTRIBUTIONS = ("normal", "uniform", "simplex", "drawn")
-_PRECISIONS = {"float32": 0.0, "tf32": 2e-3, "float16": 1e-2, "bfloat16": 1.6e-2}
-"""The narrowest arithmetic that a candidate may use for fp32 outputs, and what that allows."""
+_FLOORS = {"float32": 0.0, "tf32": 2e-3, "float16": 1e-2, "bfloat16": 1.6e-2}
+"""Arithmetic that a candidate may use for fp32 outputs, and what that allows of each element in any case."""
+PRECISIONS = (*_FLOORS, "float8_e4m3fn", "float8_e5m2", "int8", "int4", "nvfp4", "mxfp4")
+"""The narrowest numbers that a candidate may multiply matrices in. What that costs is found out for each problem."""
 
 
 class Declared(msgspec.Struct, frozen=True):
@@ -46,6 +48,8 @@ class Declared(msgspec.Struct, frozen=True):
     """Least and most of the arguments of `get_inputs` whose values the problem leaves open."""
     has_groups: bool = False
     """Its inputs are those of `get_input_groups()`, and nothing here says how many there are."""
+    precision: str = ""
+    """One of `PRECISIONS`; empty: as the problem's dtypes say."""
     dtype: str = ""
     forbidden: tuple[str, ...] = ()
     """Operators of torch that a candidate must not call, such as `mm`."""
@@ -93,7 +97,9 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, ast.Assign]]:
 def _joined(found: dict[str, Any], about: _About) -> Declared:
     domains, structured = found.pop("domains", ({}, frozenset()))
     found["fixed"] = found.get("fixed", frozenset()) | structured
-    if relative := found.pop("precision", 0.0):
+    if found.get("precision") == PRECISIONS[0]:
+        found["precision"] = ""
+    if relative := _FLOORS.get(found.get("precision", ""), 0.0):
         found["tolerances"] = {"float32": (relative, relative), **found.get("tolerances", {})}
     has_groups = GROUPS in about.functions and "workloads" not in found
     return Declared(domains=domains, has_groups=has_groups, **found)
@@ -235,10 +241,6 @@ def _one_of(*known: str) -> Callable[[Any, _About], str]:
     return read
 
 
-def _precision(value: Any, about: _About) -> float:
-    return _PRECISIONS[_one_of(*_PRECISIONS)(value, about)]
-
-
 def _names_of(value: Any, about: _About) -> tuple[str, ...]:
     given = [value] if isinstance(value, str) else value
     if not all(isinstance(name, str) and name for name in given):
@@ -265,7 +267,7 @@ _READERS: dict[str, tuple[str, Callable[[Any, _About], Any]]] = {
     "WORKLOADS": ("workloads", _workloads),
     "FREE_SHAPES": ("free", _free),
     "DTYPE": ("dtype", _one_of(*DTYPES.values())),
-    "PRECISION": ("precision", _precision),
+    "PRECISION": ("precision", _one_of(*PRECISIONS)),
     "FORBIDDEN": ("forbidden", _names_of),
     "INPUTS_MAY_CHANGE": ("inputs_may_change", _truth),
     "DETERMINISTIC": ("deterministic", _truth),

@@ -13,7 +13,7 @@ import torch
 
 from kbrl_async.kernels.verify import fused
 from kbrl_async.kernels.verify.fused import Counted
-from kbrl_async.kernels.verify.pieces import CHUNK, are_equal, pieces, slices
+from kbrl_async.kernels.verify.pieces import CHUNK, are_equal, countable, pieces, slices
 from kbrl_async.kernels.verify.tolerance import HALF, Tolerance, base, largest_error, output_scale, tolerance
 
 __all__ = [
@@ -30,6 +30,8 @@ __all__ = [
 CACHED = 1 << 17
 """Elements that are compared at once on a processor."""
 _FAR_SHARE = 0.01
+_BANDS, _LEAST_BAND = 256, 256
+"""At most so many, and of so many elements at least but the last one."""
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -79,6 +81,8 @@ def agrees(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> boo
     """Whether `difference` surely finds nothing wrong, in half as many passes over memory; False says nothing."""
     if allowed.exact or not expected.is_floating_point() or expected.numel() == 0:
         return are_equal(got, expected)
+    if allowed.spread < math.inf:
+        return difference(got, expected, allowed).wrong == 0
     if (counted := _counted(got, expected, allowed)) is not None:
         return counted.wrong == 0
     parts = _cached_parts(got, expected) or pieces(got, expected)
@@ -91,7 +95,38 @@ def _agree(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> boo
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference:
-    """Compare two tensors of one shape and dtype. Integers and booleans must be equal."""
+    """Compare two tensors of one shape and dtype. Integers and booleans must be equal. Where each element is near
+    enough and all together are not, those are wrong that are off by more than all may be.
+    """
+    found = _of_each(got, expected, allowed)
+    if found.wrong or allowed.spread == math.inf:
+        return found
+    if rms(got, expected) > allowed.spread:
+        return _of_each(got, expected, Tolerance(0.0, allowed.spread))
+    return (_of_a_band(got, expected, allowed) if allowed.elements == found.total else None) or found
+
+
+def _of_a_band(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference | None:
+    """The first one that is off by more than it may be: it is small beside others."""
+    begin, width = 0, expected.shape[-1] if expected.dim() else 1
+    for one, other, limit in zip(bands(got), bands(expected), allowed.by_band, strict=False):
+        if rms(one, other) > limit:
+            found = _of_each(one.reshape(-1), other.reshape(-1), Tolerance(0.0, limit))
+            place = torch.unravel_index(torch.tensor(begin * width + found.where[0]), expected.shape)
+            return msgspec.structs.replace(found, total=expected.numel(), where=tuple(map(int, place)))
+        begin += one.shape[0]
+    return None
+
+
+def bands(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Rows that follow each other, which lie along the last dimension; none where there are too few elements."""
+    if tensor.dim() < 2 or tensor.numel() < 2 * _LEAST_BAND:
+        return []
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return list(torch.split(rows, max(-(-len(rows) // _BANDS), -(-_LEAST_BAND // rows.shape[1]))))
+
+
+def _of_each(got: torch.Tensor, expected: torch.Tensor, allowed: Tolerance) -> Difference:
     total = expected.numel()
     if total == 0:
         return Difference(0, 0, 0.0, 0.0)
@@ -133,6 +168,15 @@ def _passed(parts: list[tuple[torch.Tensor, torch.Tensor]], total: int, allowed:
         if float(most) > worst[0]:
             worst = float(most), float(limit[place])
     return Difference(0, total, *worst)
+
+
+def rms(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The root of the mean square of their distance; what is no finite number in either is left out."""
+    total = 0.0
+    for one, other in _cached_parts(got, expected) or pieces(got, expected):
+        apart = torch.sub(countable(one).double(), countable(other))
+        total += float(apart.nan_to_num_(0.0, 0.0, 0.0).square_().sum())
+    return math.sqrt(total / max(1, expected.numel()))
 
 
 def _limit(expected: torch.Tensor, allowed: Tolerance, out: torch.Tensor | None = None) -> torch.Tensor:

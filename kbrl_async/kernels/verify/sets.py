@@ -24,14 +24,23 @@ import torch
 
 from kbrl_async.errors import ProblemError
 from kbrl_async.kernels.problems.declared import declared
-from kbrl_async.kernels.verify import compare, inputs, values, wire
+from kbrl_async.kernels.verify import compare, inputs, leave, lowering, values, wire
 from kbrl_async.kernels.verify.fresh import Pool, like
 from kbrl_async.kernels.verify.input_set import InputSet, follows_inputs, is_degenerate, tensors_of
 from kbrl_async.kernels.verify.known import AskedSet, Draws, Held, Recent, Redrawn, outlines
 from kbrl_async.kernels.verify.options import Tick, no_tick
 from kbrl_async.kernels.verify.pieces import bounds, countable, pieces
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Session
-from kbrl_async.kernels.verify.tolerance import FP8_SUM, HALF, HONEST_FACTOR, eased, is_noise, is_usual, relative_of
+from kbrl_async.kernels.verify.tolerance import (
+    FP8_MOST,
+    FP8_SUM,
+    HALF,
+    HONEST_FACTOR,
+    eased,
+    is_noise,
+    is_usual,
+    relative_of,
+)
 
 _NARROW = re.compile(r"\b(float16|bfloat16|half|float8\w*)\b")
 _FP8 = tuple(kind for name in dir(torch) if name.startswith("float8_") and (kind := getattr(torch, name)).itemsize == 1)
@@ -208,7 +217,7 @@ class SetMaker:
         self.reference_s = max(self.reference_s, outcome.elapsed_ns / 1e9)
         moves, beyond = self._moves(blocks, expected)
         tolerances, forgiving = self._tolerances(kind, blocks, expected, beyond)
-        if kind.name != "nominal" and any(tolerance.ill for tolerance in tolerances):
+        if kind.name != "nominal" and any(tolerance.ill for tolerance in (*tolerances, *forgiving)):
             self._leave(kind, "rounding errors decide there")
             return None
         reason = self.strays(blocks, expected, moves)
@@ -281,6 +290,7 @@ class SetMaker:
         rounding errors proves nothing, but no honest kernel is wrong for making others. In half precision kernels round
         what lies in between, too (attention its scaled queries): half of what the inputs were moved by for `beyond`.
         """
+        seen = self._simulated(blocks, expected)
         errors = self._errors(blocks, expected)  # one answer after the other: each is as large as what is expected
         wide = self._answer(wire.OP_DOUBLE, blocks) if self._widens else None
         found = [
@@ -288,7 +298,7 @@ class SetMaker:
                 tensor,
                 wide[i] if wide else None,
                 self._nominal_scales[i],
-                binary=kind.shape == "binary",
+                binary=kind.shape == "binary" and not self.declared.precision,
                 declared=self._declared.get(str(tensor.dtype).removeprefix("torch.")),
                 error=max(errors[i], beyond[i] / 2 / HONEST_FACTOR),
             )
@@ -297,14 +307,29 @@ class SetMaker:
         if not self.sets:
             scales = [max(compare.output_scale(tensor), 1e-30) for tensor in expected]
             self._usual = [one.uncut / scale for one, scale in zip(found, scales, strict=True)]
-        if wide is None:
-            return found, found
-        if kind.name != "nominal":
-            return found, self._eased(found, blocks, expected, wide)
-        return found, [
-            msgspec.structs.replace(one, honest=one.uncut) if one.ill and is_noise(tensor, wide[i]) else one
-            for i, (one, tensor) in enumerate(zip(found, expected, strict=True))
-        ]
+        forgiving = found
+        if wide is not None and kind.name != "nominal":
+            forgiving = self._eased(found, blocks, expected, wide)
+        elif wide is not None:
+            forgiving = [
+                msgspec.structs.replace(one, honest=one.uncut) if one.ill and is_noise(tensor, wide[i]) else one
+                for i, (one, tensor) in enumerate(zip(found, expected, strict=True))
+            ]
+        what = self.declared.precision, kind.shape == "binary"
+        return found, [leave.allowed(*three, *what) for three in zip(forgiving, expected, seen, strict=True)]
+
+    def _simulated(self, blocks: list[torch.Tensor], expected: list[torch.Tensor]) -> list[list[leave.Moved]]:
+        """How far each output moves in each simulation of the precision that the problem declares; in several where
+        outputs are few.
+        """
+        precision = self.declared.precision
+        seen: list[list[leave.Moved]] = [[] for _ in expected]
+        for grid in range(lowering.GRIDS if leave.is_few(expected) else 1) if precision else ():
+            answer = self._answer(wire.OP_LOWERED + lowering.number(precision, grid), blocks)
+            for one, tensor, other in zip(seen, expected, answer or expected, strict=True):
+                one.append(leave.moved(tensor, other))
+            del answer
+        return seen
 
     def _eased(
         self,
@@ -328,15 +353,16 @@ class SetMaker:
         moved = self._answer(wire.OP_RUN, blocks, self._mover()) if _any_wide(blocks) else None
         far = [compare.largest_error(*both) for both in zip(expected, moved, strict=True)] if moved else None
         del moved
-        both = zip(far or [0.0] * len(expected), self._sums(blocks) or [0.0] * len(expected), strict=True)
+        both = zip(far or [0.0] * len(expected), self._sums(blocks, expected) or [0.0] * len(expected), strict=True)
         return list(map(max, both))
 
-    def _sums(self, blocks: list[torch.Tensor]) -> list[float]:
+    def _sums(self, blocks: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
         """What fp8 products lose while they are added up, of the largest sum of magnitudes; empty without fp8."""
         if not any(block.dtype in _FP8 for block in blocks):
             return []
         answer = self._answer(wire.OP_RUN, blocks, _to_magnitudes)
-        return [FP8_SUM * compare.output_scale(tensor) for tensor in answer or []]
+        lost = [FP8_SUM * compare.output_scale(tensor) for tensor in answer or []]
+        return [min(one, FP8_MOST * compare.output_scale(tensor)) for one, tensor in zip(lost, expected, strict=False)]
 
     def _mover(self, coarse: bool = False) -> Change:
         return lambda places: inputs.move(places, self._rng, coarse)

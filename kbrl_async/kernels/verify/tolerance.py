@@ -16,6 +16,8 @@ rounded to a narrower type on the way shows there.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import torch
 
@@ -30,8 +32,10 @@ _INSIDE = 5.0
 deviation to 5.6 and more."""
 _UNITS = 2.0
 """In the last place of a narrow output: one rounding of the result, one of what it is made of."""
-FP8_SUM = 2.0**-13
-"""fp8 tensor cores keep about 14 bits while they add up: what is lost of a sum of magnitudes."""
+FP8_SUM = 2.0**-12
+"""fp8 tensor cores keep about 14 bits while they add up, and cut the rest: what is lost of a sum of magnitudes."""
+FP8_MOST = 2.4e-3
+"""Of an output's scale: four times that still tells right from wrong."""
 ILL_SHARE = {True: 5e-2, False: 1e-2}
 """Of the output's scale: an honest error above it says that the inputs are ill-conditioned, or the output jumps."""
 _SAMPLE, _NOISE_SHARE = 1 << 16, 0.1
@@ -52,11 +56,19 @@ class Tolerance(msgspec.Struct, frozen=True):
     """The honest error was cut: these inputs do not tell a right kernel from a wrong one."""
     uncut: float = 0.0
     """The honest error, four times, as it was."""
+    spread: float = math.inf
+    """What the root mean square of all errors may be: asked where lower precision is declared."""
+    by_band: tuple[float, ...] = ()
+    """The same of each of `compare.bands`, of an output of `elements`."""
+    elements: int = 0
 
     def widened(self, factor: float) -> Tolerance:
-        return msgspec.structs.replace(
-            self, relative=self.relative * factor, absolute=self.absolute * factor, honest=self.honest * factor
-        )
+        wider = {name: getattr(self, name) * factor for name in ("relative", "absolute", "honest", "spread")}
+        return msgspec.structs.replace(self, **wider, by_band=tuple(one * factor for one in self.by_band))
+
+    def of_each(self) -> Tolerance:
+        """For a part of an output, which may be off by more than the whole."""
+        return msgspec.structs.replace(self, spread=math.inf, by_band=())
 
     def note(self) -> str:
         """For people: what was allowed and why."""
@@ -66,6 +78,9 @@ class Tolerance(msgspec.Struct, frozen=True):
             return "equal"
         widest = f", at least 4 × an honest error = {self.honest:.2g}" if self.honest > self.absolute else ""
         whose = ", as the problem declares" if self.is_declared else ""
+        if self.spread < math.inf:
+            whose += f"; {self.spread:.2g} on the root mean square, as the declared precision was simulated"
+            widest = f", at least {self.honest:.2g}"
         return f"{self.absolute:.2g} + {_short(self.relative)}·|expected|{widest}{whose}"
 
 

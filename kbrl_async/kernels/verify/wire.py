@@ -34,6 +34,8 @@ OP_BURST = 20
 OP_CAPTURE, OP_REPLAY, OP_EVENT, OP_FREE, OP_EVENTS = 32, 33, 34, 35, 36
 """On a GPU: make a graph of one forward over each of `slot` slots; time them `slot` times over; time one ordinary
 forward; give back memory that is needed no more; time `slot` ordinary forwards, one after the other."""
+OP_LOWERED: int = 64
+"""And above: one run of a reference with matrix products of narrower numbers, see `lowering.number`."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Claimed = Annotated[float, msgspec.Meta(ge=0)]

@@ -21,7 +21,7 @@ from kbrl_async.kernels.backends.c import launch
 from kbrl_async.kernels.backends.launch import plan_module as plan
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation
-from kbrl_async.kernels.verify import configs, values, wire
+from kbrl_async.kernels.verify import configs, lowering, values, wire
 from kbrl_async.kernels.verify.cpu import program, tape, trace
 from kbrl_async.kernels.verify.cpu.shadow import ShadowWatch
 from kbrl_async.kernels.verify.layouts import Holding
@@ -163,6 +163,9 @@ class Runner:
             self.last = [self.model(*inputs) for inputs in self.slots]
         elif op == wire.OP_DOUBLE:
             self.last = self._double(slot)
+        elif op >= wire.OP_LOWERED:
+            self.last = None
+            self.last = lowering.lowered(lambda: self.model(*self.slots[slot]), op - wire.OP_LOWERED)
         elif op in (wire.OP_TRACE, wire.OP_MUTED):
             self.held[0], self.held[1] = self.held[1], self.last
             self.last = None
