@@ -38,7 +38,7 @@ EXAMPLES = """\
 examples:
   kbrl optimize my_module.py     a file with Model, get_inputs, get_init_inputs
   kbrl optimize my_module.py --policy default    by the newest policy of a run
-  kbrl optimize my_module.py --from my_kernel.py    go on from a kernel that you have
+  kbrl optimize my_module.py --from my_kernel.py    go on from what you have
   kbrl optimize package.module:function --inputs 'torch.randn(64, 128)'
   kbrl optimize layers.py:GatedNorm --init 1024 \\
       --inputs 'torch.randn(64, 1024)' --seconds 120

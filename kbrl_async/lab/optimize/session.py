@@ -33,7 +33,7 @@ from kbrl_async.runs.value import ValueModel
 from protocols.records import SamplingParams
 
 
-class Start(msgspec.Struct, frozen=True):
+class Beginning(msgspec.Struct, frozen=True):
     """A kernel that somebody has."""
 
     name: str
@@ -45,7 +45,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
     budget: Budget = Budget(seconds=60.0)
     turns: int = 4
-    start: Start | None = None
+    start: Beginning | None = None
     examples: str = ""
     allow_slower: bool = False
     value: ValueModel | None = None
@@ -59,7 +59,7 @@ class Verifiers(msgspec.Struct, frozen=True):
     careful: Verifier
 
 
-def read_start(path: Path, backend: str) -> Start:
+def read_start(path: Path, backend: str) -> Beginning:
     """With what lies beside it that it uses.
 
     :raises UserError: there is no candidate in that file, or it is none of the backend.
@@ -70,7 +70,7 @@ def read_start(path: Path, backend: str) -> Start:
     if (written := reading.candidate.backend) != backend and backend in BACKENDS.ours:
         cause = f"--from {path} is written in {written}, and kernels are asked for in {backend}"
         raise UserError(cause, f"Add backend={written}")
-    return Start(path.name, reading.candidate.source)
+    return Beginning(path.name, reading.candidate.source)
 
 
 @contextlib.contextmanager
