@@ -84,6 +84,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "kbrl optimize my_module.py",
         "kbrl optimize my_module.py --policy runs/default",
         "kbrl optimize my_module.py --seconds 300 --turns 4 --examples runs/default",
+        "kbrl optimize my_module.py --from my_kernel.py",
         "kbrl optimize layers.py:bias_gelu --inputs 'torch.randn(512, 1024), torch.randn(1024)'",
         "kbrl optimize package.layers:GatedNorm --init 1024 --inputs-from package.layers:make_inputs",
     ),

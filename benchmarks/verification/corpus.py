@@ -41,6 +41,7 @@ from benchmarks.verification import adapters
 from kbrl_async.errors import KbrlError, ProblemError, UserError
 from kbrl_async.kernels.backends import backend as load_backend
 from kbrl_async.kernels.backends import backends
+from kbrl_async.kernels.backends.inline.ways import FAST, ways
 from kbrl_async.kernels.funnel import Verifier, VerifyOptions, read_candidate
 from kbrl_async.kernels.funnel.result import early, unbuilt
 from kbrl_async.kernels.funnel.verifier import check_device, choose_device, default_bench, read_text, under
@@ -54,7 +55,6 @@ State = Literal["accepted", "built", "refused", "no_kernel", "problem", "missing
 """`built`: it ran to its end where tensors have no values, and all that it asked for was compiled. From `no_kernel` on
 it says nothing of the candidate: it needs a package that is `missing` here, or its run without a GPU was `cut_short`.
 """
-_FALLBACK = re.compile(r" full: ([^;]*)")
 _MISSING = re.compile(r"\b(?:ModuleNotFound|Import)Error: |fatal error: [\w./-]+: No such file")
 _SHARES = 3
 """Verifiers that may plan with all of a GPU's memory between them; if there are more, some wait at times."""
@@ -422,7 +422,7 @@ def _counted(outcomes: list[CorpusOutcome]) -> Result:
         "pairs": len(outcomes),
         "states": dict(Counter(one.state for one in outcomes)),
         "refused": dict(refused),
-        "not_built_fast": dict(Counter(why for one in outcomes for why in _FALLBACK.findall(one.toolchain))),
+        "not_built_fast": dict(Counter(why for one in outcomes for why in ways(one.toolchain) if why != FAST)),
         "not_counted": [f"{one.name}: {one.state}: {one.message[:160]}" for one in outcomes if not one.counts],
         "p90_s": seconds[int(0.9 * (len(seconds) - 1))] if seconds else 0.0,
         "median_s": median(seconds or [0.0]),

@@ -21,18 +21,19 @@ import os
 import threading
 import time
 from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import msgspec
 
 from kbrl_async.errors import InfraError, KbrlError, ProblemError, UserError
+from kbrl_async.kernels.settings import Rules
 from kbrl_async.rollouts.settings import Reward
 
 if TYPE_CHECKING:
     from kbrl_async.kernels.funnel import AsyncVerifier
 
-SERVER, KEY, PRESET = "KBRL_SERVER", "KBRL_SERVER_KEY", "KBRL_SERVER_PRESET"
-"""Variables: the service's address, the key that it knows us by, and the reward's preset."""
+SERVER, KEY, PRESET, RULES = "KBRL_SERVER", "KBRL_SERVER_KEY", "KBRL_SERVER_PRESET", "KBRL_SERVER_RULES"
+"""Variables: the service's address, the key that it knows us by, the reward's preset, and the rules."""
 WAIT_S = 20.0
 """Of one request; longer work is asked for again."""
 PAUSE_S = 0.5
@@ -40,7 +41,7 @@ DEADLINE_S = 600.0
 log = logging.getLogger(__name__)
 BUSY = frozenset({408, 425, 429, 500, 502, 503, 504, 507})
 """Statuses after which the same question may be answered."""
-_BY_NAME = ("server", "key", "preset", "timing", "backend", "deadline_s")
+_BY_NAME = ("server", "key", "preset", "timing", "backend", "deadline_s", "rules")
 ReturnT = TypeVar("ReturnT")
 
 
@@ -58,6 +59,10 @@ class RewardOptions(msgspec.Struct, frozen=True):
     workers: int = 1
     """Candidates at once, where this process verifies."""
     device: str = "auto"
+    rules: str = ""
+    """`strict` or `open`, by which answers are judged. Empty, also in `KBRL_SERVER_RULES`: as the service does, and in
+    this process `open`. A service that judges by others refuses.
+    """
 
     @staticmethod
     def among(words: Mapping[str, Any], **defaults: Any) -> RewardOptions:
@@ -70,7 +75,14 @@ class RewardOptions(msgspec.Struct, frozen=True):
             server=self.server or os.environ.get(SERVER, ""),
             key=self.key or os.environ.get(KEY, ""),
             preset=self.preset or os.environ.get(PRESET, "") or Reward().preset,
+            rules=_known_rules(self.rules or os.environ.get(RULES, "")),
         )
+
+
+def _known_rules(name: str) -> str:
+    if name not in ("", *get_args(Rules)):
+        raise UserError(f"there are no rules {name!r}", "Choose strict or open")
+    return name
 
 
 async def reward_of(answer: str, problem: str, options: RewardOptions | None = None) -> float:
@@ -119,16 +131,18 @@ def _submit(work: Coroutine[Any, Any, ReturnT]) -> concurrent.futures.Future[Ret
     return asyncio.run_coroutine_threadsafe(work, loop)
 
 
-_verifiers: dict[tuple[int, int, str], AsyncVerifier] = {}
+_verifiers: dict[tuple[int, int, str, str], AsyncVerifier] = {}
 
 
 async def reward_from_here(answer: str, problem: str, options: RewardOptions) -> float:
-    from kbrl_async.kernels.funnel import AsyncVerifier
+    from kbrl_async.kernels.funnel import AsyncVerifier, VerifyOptions
     from kbrl_async.rollouts.rewards.results import reward
 
-    key = (os.getpid(), options.workers, options.device)
+    rules: Rules = "strict" if options.rules == "strict" else "open"
+    key = (os.getpid(), options.workers, options.device, rules)
     if key not in _verifiers:
-        _verifiers[key] = await AsyncVerifier(options.workers, options.device).__aenter__()
+        judging = VerifyOptions.by(rules)
+        _verifiers[key] = await AsyncVerifier(options.workers, options.device, judging).__aenter__()
         atexit.register(_verifiers[key].close)
     verifier = _verifiers[key]
     asked = await asyncio.to_thread(_problem, problem)
@@ -160,6 +174,7 @@ async def _from_service(answer: str, problem: str, options: RewardOptions) -> fl
     named = {"reference": problem} if "\n" in problem else {"problem": problem}
     body = {"candidate": answer, "response": True, "preset": options.preset, "timing": options.timing, **named}
     body |= {"backend": options.backend, "wait_s": min(WAIT_S, options.deadline_s)}
+    body |= {"rules": options.rules} if options.rules else {}
     headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
     until, why, pause_s = time.monotonic() + options.deadline_s, "", PAUSE_S
     async with httpx.AsyncClient(base_url=options.server, headers=headers, timeout=WAIT_S + 30) as client:

@@ -19,11 +19,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kbrl_async.cli.shared import add_config, completed, facts, find, run_names, say, table
+from kbrl_async.cli.shared import add_config, add_rules, completed, facts, find, run_names, say, table
 from kbrl_async.errors import UserError
 
 if TYPE_CHECKING:
     from kbrl_async.kernels.funnel import Verifier
+    from kbrl_async.kernels.settings import Outputs, Rules
     from kbrl_async.lab.optimize.deadline import Deadline
     from kbrl_async.lab.optimize.evidence import SearchResult
     from kbrl_async.lab.optimize.search import Search
@@ -37,6 +38,7 @@ EXAMPLES = """\
 examples:
   kbrl optimize my_module.py     a file with Model, get_inputs, get_init_inputs
   kbrl optimize my_module.py --policy default    by the newest policy of a run
+  kbrl optimize my_module.py --from my_kernel.py    go on from what you have
   kbrl optimize package.module:function --inputs 'torch.randn(64, 128)'
   kbrl optimize layers.py:GatedNorm --init 1024 \\
       --inputs 'torch.randn(64, 1024)' --seconds 120
@@ -52,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--inputs", default="", metavar="EXPR", help="example inputs, such as 'torch.randn(64, 128), torch.randn(128)'")
     add("--inputs-from", default="", metavar="MODULE:FUNCTION", help="a function that returns the inputs")
     add("--init", default="", metavar="EXPR", help="arguments of a class's constructor, such as '1024, 1e-5'")
+    add("--from", dest="start", type=Path, metavar="FILE", help="a kernel to begin with: refined, and to be beaten")
     add("--policy", default="", metavar="WHAT", help="run, policy, model or http://…; default: model_name (small)")
     add("--version", default="newest", metavar="newest|best|N", help="which policy of a run")
     add("--seconds", type=float, metavar="S", help="for everything; default: 60 for the search, once there is a policy")
@@ -64,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, metavar="FILE", help="default: optimized_NAME.py here")
     add("--allow-slower", action="store_true", help="also write a proven kernel that is not shown to be faster")
     add("--json", action="store_true", help="the evidence as one JSON document on stdout")
+    add_rules(parser)
     add_config(parser)
 
 
@@ -76,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     find_file(args.target.partition(":")[0])
     from kbrl_async.lab.optimize import engine
     from kbrl_async.lab.optimize.search import Budget
-    from kbrl_async.lab.optimize.session import Wanted, output_path, pinned
+    from kbrl_async.lab.optimize.session import Wanted, output_path, pinned, read_start
     from kbrl_async.runs.origins import SMALL
 
     if (args.seconds is not None and args.seconds <= 0) or (args.turns is not None and args.turns < 1):
@@ -85,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     shapes = "cpu" if config.backend in ("c", "cpp") else "gpu"
     target = read_target(args.target, Given(args.inputs, args.inputs_from, args.init), shapes=shapes)
     output = output_path(args.output, target)
+    start = None if args.start is None else read_start(args.start, config.backend)
     # a policy that was made without turns has never seen feedback
     turns = args.turns or (1 if policy.name == SMALL and config.mode == "single_turn" else TURNS)
     budget = Budget(None, args.tokens, args.attempts)
@@ -94,9 +99,10 @@ def run(args: argparse.Namespace) -> int:
 
         model = ValueModel().fit(judged_in([find(run) for run in args.value]))
         say(f"value model: learned from {model.pairs} pairs of kernels", Console(stderr=True))
-    wanted = Wanted(budget, turns, args.examples, args.allow_slower, model)
+    wanted = Wanted(budget, turns, start, args.examples, args.allow_slower, model)
+    judged_by = (args.rules, args.outputs)
     with pinned(config) as threads:
-        found = _found(OptimizeCall(wanted, policy, config, target, output), threads, deadline)
+        found = _found(OptimizeCall(wanted, policy, config, target, output, judged_by), threads, deadline)
     return _conclude(args, output, found)
 
 
@@ -108,6 +114,7 @@ class OptimizeCall(NamedTuple):
     config: Config
     target: UserModule
     output: Path
+    judged_by: tuple[Rules, Outputs | None]
 
 
 def _found(job: OptimizeCall, threads: int, deadline: Deadline) -> SearchResult:
@@ -123,7 +130,7 @@ def _found(job: OptimizeCall, threads: int, deadline: Deadline) -> SearchResult:
         with console.status(f"loading {job.policy.label} …") as said:
             told = deadline.watching(lambda text: said.update(f"{text} …"))
             folder = stack.enter_context(published(job.policy, job.config, told))
-        verifiers = stack.enter_context(session.open_verifiers(job.config))
+        verifiers = stack.enter_context(session.open_verifiers(job.config, *job.judged_by))
         found = asyncio.run(_searched(job, threads, deadline, folder, verifiers.quick, console))
         if not (best := session.finalists(found, slower)):
             return found
@@ -185,6 +192,8 @@ def _conclude(args: argparse.Namespace, output: Path, found: SearchResult) -> in
     else:
         say(f"asked: {found.facts.engine}", console)
         _explain(console, found)
+    if words := evidence.began_with(found.search):
+        say(f"began with {words}", console)
     for line in evidence.tree_lines(found.search, most=12):
         say("  " + line, console)
     say(f"written: {', '.join(map(str, files))}", console)

@@ -9,9 +9,12 @@ import argparse
 import importlib.util
 from pathlib import Path
 
+import msgspec
+
 from kbrl_async.cli.launch import gave_up, start_and_wait
 from kbrl_async.cli.shared import add_settings, resolve
 from kbrl_async.errors import MissingTool, UserError
+from kbrl_async.kernels.settings import Rules
 from kbrl_async.runs.config import process_counts
 from kbrl_async.runs.folder import plan, prepare, writing
 from kbrl_async.serving import settings as serving
@@ -32,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default=DEFAULT.device, help="cpu, cuda or cuda:N; default: auto")
     add("--workers", type=int, default=DEFAULT.workers, help="candidates verified at once; default: 1")
     add("--preset", default=DEFAULT.preset, help="reward of clients that can't say one; default: stage3")
+    add("--rules", choices=("open", "strict"), help="default: open; with --broker compile_farm.rules, strict")
     add("--per-minute", type=float, default=0.0, metavar="N", help="questions of one client; default: no limit")
     add("--no-timing", action="store_true", help="never time anything")
     add("--folder", type=Path, default=Path(FOLDER), help=f"where jobs are kept; default: {FOLDER}")
@@ -55,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
             timing=not args.no_timing,
         )
     )
-    folder, counts = _over_broker(args) if args.broker else _alone(args)
-    serving.write(folder, settings)
+    folder, counts, rules = _over_broker(args) if args.broker else _alone(args)
+    serving.write(folder, msgspec.structs.replace(settings, rules=rules))
     print(f"jobs are kept in {folder}; Ctrl-C stops the service, the same command goes on", flush=True)
     ended = start_and_wait(folder, {**counts, SERVICE: 1})
     if ended.interrupted:
@@ -64,25 +68,28 @@ def run(args: argparse.Namespace) -> int:
     raise gave_up(ended, "service", f"Read its last lines above and in {folder / 'logs'}")
 
 
-def _alone(args: argparse.Namespace) -> tuple[Path, dict[str, int]]:
+def _alone(args: argparse.Namespace) -> tuple[Path, dict[str, int], Rules]:
     """All in one process: its folder needs no run."""
     if args.overrides or args.config:
         raise UserError("settings are those of farms and benches", "Add --broker, or leave them out")
     folder: Path = args.folder
     with writing(folder):
         (folder / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder, {}
+    return folder, {}, args.rules or DEFAULT.rules
 
 
-def _over_broker(args: argparse.Namespace) -> tuple[Path, dict[str, int]]:
+def _over_broker(args: argparse.Namespace) -> tuple[Path, dict[str, int], Rules]:
     folder: Path = args.folder
     words = [f"log_path={folder.absolute().parent}", f"name={folder.name}"]
+    if args.rules:
+        outputs = {"strict": "fresh", "open": "kept"}[args.rules]
+        words += [f"compile_farm.rules={args.rules}", f"timing_bench.outputs={outputs}"]
     args.overrides = [*words, *args.overrides]
     config = resolve(args)
     plan(config)
     run = prepare(config)
     counts = process_counts(run.config)
-    return run.path, {name: counts[name] for name in WORKERS if name in counts}
+    return run.path, {name: counts[name] for name in WORKERS if name in counts}, run.config.compile_farm.rules
 
 
 def _check_libraries() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from kbrl_async.kernels.backends.inline.ways import ways
 from kbrl_async.rollouts.prompts.roles import predicted, prediction_reward
 from kbrl_async.rollouts.rewards.parts import earns, has_format, is_built, is_correct
 from kbrl_async.rollouts.rewards.presets import Preset, plan_reward_of, plan_spread_of, reward_of, spread_of
@@ -119,6 +120,7 @@ def _stats(record: Record, sample: TrainSample, fault: Fault, passed: Mapping[st
         rollout_id=request.rollout_id,
         fault=fault.value,
         role=request.role,
+        built=ways(record.build.toolchain) if record.build else (),
         trust=record.verdict.trust,
         own_share=record.verdict.own_share,
         workload_share=_workload_share(record.verdict),

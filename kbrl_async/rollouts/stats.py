@@ -68,6 +68,8 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     """Of a kernel's device time, that of its own code; None: not known."""
     workload_share: float | None = None
     """Of the workloads of its problem that were looked at, those that it is right on; None: it has but one."""
+    built: tuple[str, ...] = ()
+    """How its extensions were built: `fast`, or why that was not enough; empty where it has none."""
     ages: Mapping[str, int] = msgspec.field(default_factory=dict)
     """How many versions old it was at the end of each stage."""
 

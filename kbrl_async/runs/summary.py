@@ -28,6 +28,7 @@ from rich.text import Text
 from kbrl_async.durable import write_atomically
 from kbrl_async.evaluation.metrics import mean_over_problems, pass_at_k, sample_of
 from kbrl_async.evaluation.proportions import KEY, wilson
+from kbrl_async.kernels.backends.inline.ways import FAST
 from kbrl_async.kernels.problems.split import FAMILY, INSTANCE
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.archive.funnel import funnel
@@ -45,6 +46,8 @@ KINDS = {INSTANCE: "of families that are trained on", FAMILY: "of families that 
 """Of held-out problems, in words."""
 BY_KIND = ("correct_rate", f"pass_at_{TRIES}")
 BEST_KERNELS = 10
+REASONS = 10
+"""Why extensions were built in full, the commonest."""
 SAYS_NOTHING = 100
 """Ends of a mean speedup's interval that are such a factor apart are not shown: kernels of two or three groups."""
 OLD = (
@@ -111,6 +114,7 @@ def build(
         **_timings([*answers.stats, *heldout_before, *heldout_after]),
         **_stale(answers),
         **_trust(answers.stats),
+        **_builds([*answers.stats, *heldout_before, *heldout_after]),
         "funnel": funnel(answers.stats),
         "best_kernels": best_kernels([*answers.stats, *heldout_before, *heldout_after]),
     }
@@ -172,6 +176,13 @@ def _trust(answers: Sequence[RolloutStats]) -> Summary:
         for kind, found in right.items()
     }
     return {"trust": counts}
+
+
+def _builds(rollouts: Sequence[RolloutStats]) -> Summary:
+    """How many answers had extensions built, and why the fast way was not enough, the commonest reasons first."""
+    built = [r.built for r in rollouts if r.built]
+    why = Counter(way for ways in built for way in ways if way != FAST)
+    return {"extensions": len(built), "built_in_full": dict(why.most_common(REASONS))}
 
 
 def _filtered(rollouts: Sequence[RolloutStats], suffix: str) -> Summary:
@@ -314,6 +325,9 @@ def run_table(summary: Summary) -> Table:
         table.add_row("warning", summary["stale_warning"])
     for kind, found in (summary.get("trust") or {}).items():
         table.add_row(kind, f"{found['correct']} correct answers, {found['fast_1_proven']} of them proven faster")
+    if in_full := summary.get("built_in_full"):
+        reasons = ", ".join(f"{count} {reason}" for reason, count in in_full.items())
+        table.add_row("built in full", f"of {summary['extensions']} answers with extensions: {reasons}")
     if disturbed := summary.get("timings_disturbed"):
         table.add_row("timings", f"{disturbed} of {summary['timings']} were disturbed, and are not ranked")
     busy = ", ".join(f"{name} {share:.0%}" for name, share in summary.get("busy", {}).items())

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.funnel.result import Result
+from kbrl_async.kernels.settings import Rules
 from kbrl_async.rollouts.rewards.presets import Preset, find_presets, reward_of
 from kbrl_async.rollouts.rewards.results import DEFAULT, record_of
 from kbrl_async.rollouts.settings import REWARD_PRESETS, Reward
@@ -63,12 +64,15 @@ class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     """How long the answer may be waited for; null: as the service has it; 0: the job's id comes at once."""
     fresh: Annotated[str, Meta(max_length=100)] = ""
     """Any text that was not used before has the same question verified anew."""
+    rules: Rules | None = None
+    """By which it has to be judged: refused by a service that judges by others; null: as the service does."""
 
     @property
     def id(self) -> str:
         """By content: the same question is the same job, whoever asks and however often."""
         asked = (self.problem, self.reference, self.entry_point, self.candidate, self.backend, self.precision)
-        parts = (*asked, str(self.timing), str(self.response), self.fresh)
+        more = ("strict",) if self.rules == "strict" else ()
+        parts = (*asked, str(self.timing), str(self.response), self.fresh, *more)
         return hashlib.sha256("\0".join(f"{len(part)} {part}" for part in parts).encode()).hexdigest()[:32]
 
     @property

@@ -12,6 +12,7 @@ import msgspec
 
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import UserError
+from kbrl_async.kernels.settings import Rules
 from kbrl_async.rollouts.settings import Reward
 
 FILE = "serve.json"
@@ -51,6 +52,8 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True):
     """Ended jobs that are remembered."""
     timing: bool = True
     """False: nothing is ever timed."""
+    rules: Rules = "open"
+    """By which every candidate is judged; over a broker those of its farms."""
 
     @property
     def is_loopback(self) -> bool:

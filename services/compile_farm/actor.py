@@ -60,7 +60,7 @@ class Building:
             remarks = await self._beside(self._builder.remarks, record.candidate)
             report = msgspec.structs.replace(report, remarks=remarks)
         with bound(task_id=task.task_id, group_id=task.group_id):
-            self._service.log.debug("built", fault=report.fault, cached=report.cached)
+            self._service.log.debug("built", fault=report.fault, cached=report.cached, by=report.toolchain)
         frames = [msgspec.msgpack.encode(report)]
         if report.fault is not Fault.OK:
             return HandlerOutcome(Stage.SCORE, frames)

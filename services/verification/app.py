@@ -172,7 +172,10 @@ class Face:
         if ask.problem:
             self._check_problem(ask.problem)
         preset_of(ask)
-        return ask
+        if (ours := self._settings.rules) != (ask.rules or ours):
+            cure = f"Leave `rules` out, or start it with --rules {ask.rules}"
+            raise HttpRefusal(400, f"this service judges by the rules {ours}, not {ask.rules}", cure)
+        return msgspec.structs.replace(ask, rules=ours)  # so that a service of other rules has other answers
 
     def _check_problem(self, name: str) -> None:
         """Names that were found once are looked up no more."""

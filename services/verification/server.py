@@ -54,7 +54,7 @@ async def executor_of(settings: Serve, stack: contextlib.AsyncExitStack) -> Exec
     """Who does the work; it ends with the stack."""
     problems = ServedProblems(settings.problems, settings.device)
     if not settings.over_broker:
-        options = VerifyOptions(timing=settings.timing)
+        options = VerifyOptions.by(settings.rules, timing=settings.timing)
         verifier = await stack.enter_async_context(AsyncVerifier(settings.workers, settings.device, options))
         return OwnVerifiers(verifier, problems, timing=settings.timing)
     return await _over_broker(problems, stack, timing=settings.timing)

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from kbrl_async.kernels.timing.cuda.calibration import Calibration
-from protocols.records import BenchReport, Fault, Timing
+from protocols.records import REPLAYED, BenchReport, Fault, Timing
 from tests.gpu.bench_candidates import ADD, INLINE, MATMUL, matmul, nvrtc
+from tests.gpu.recorded_candidates import KINDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 Judge = Callable[..., BenchReport]
@@ -42,6 +43,14 @@ def test_one_kernel_instead_of_three_is_faster(judge: Judge) -> None:
     timing = timed(judge, ADD, nvrtc(), "cuda-nvrtc")
     assert timing.is_faster
     assert timing.candidate_ms < 0.02
+
+
+def test_a_tuned_kernel_is_timed_as_it_was_recorded(judge: Judge) -> None:
+    """A recording holds one configuration: tests/gpu/test_recorder.py."""
+    tuned = KINDS["triton, tuned"]
+    report = judge(tuned.problem, tuned.source, tuned.backend, timing=True)
+    assert (report.verdict.fault, report.verdict.trust) == (Fault.OK, REPLAYED), report.verdict
+    assert report.timing is not None
 
 
 def test_an_extension_that_launches_without_a_stream_is_honest_and_timed_as_a_graph(judge: Judge) -> None:

@@ -102,6 +102,14 @@ def test_how_a_kernel_is_launched_is_kept(record: Record) -> None:
     assert second.is_serialized
 
 
+def test_of_a_tuned_kernel_only_the_configuration_that_won_is_in_a_forward(record: Record) -> None:
+    """What is replayed and timed is what is recorded: nothing is tuned in it, and no other configuration launched."""
+    nodes = [node for forward in record(KINDS["triton, tuned"]).forwards for node in forward.nodes]
+    kernels = [node for node in nodes if isinstance(node, recording.Kernel)]
+    assert len(nodes) == len(kernels) == SLOTS
+    assert len({(kernel.artifact, kernel.grid, kernel.block) for kernel in kernels}) == 1
+
+
 def test_weights_are_in_the_image_and_inputs_and_outputs_are_not(record: Record) -> None:
     found = record(KINDS["triton behind a product"])
     product = found.forwards[0].nodes[0]

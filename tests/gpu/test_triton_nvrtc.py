@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.backends.launch.plan_module import load
 from kbrl_async.kernels.backends.nvrtc import launch as cuda
 from kbrl_async.kernels.cuda_driver import CudaError
 from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.settings import CompileFarm
 from kbrl_async.launch import cuda_kernel
 from protocols.records import BenchReport, Candidate, Fault, Problem
 
@@ -185,6 +187,16 @@ def test_a_bundle_from_the_farm_makes_triton_warm(builder: Builder, tmp_path: Pa
     result = run_child(tmp_path, path)
     assert (result["right"], result["graph"], result["misses"]) == (True, True, 0)
     assert result["launches"] == {"matmul_kernel": 1, "scale_kernel": 1, "copy_kernel": 1}
+
+
+def test_what_the_farm_left_out_of_tuning_is_not_compiled_on_the_bench(tmp_path: Path) -> None:
+    with Builder(ArtifactStore(tmp_path / "store"), CompileFarm(tuning_s=1e-6)) as hasty:
+        report = hasty.build(Candidate(TRITON, "triton"), Problem("L1/01_x", 1, "x", PROBLEM))
+        assert (report.fault, report.hint) == (Fault.OK, "tuned over 1 configurations, 1 left out for time")
+        path = hasty.store.path(next(iter(report.artifacts.values())))
+        assert path is not None
+        result = run_child(tmp_path, path)
+    assert (result["right"], result["misses"]) == (True, 0)
 
 
 def test_what_the_farm_could_not_foresee_is_compiled_without_starting_a_program(tmp_path: Path) -> None:

@@ -61,6 +61,12 @@ class VerifyOptions(msgspec.Struct, frozen=True):
     bench: BenchOptions | None = None
     """None: made for this host, with half of the free memory for a candidate."""
 
+    @staticmethod
+    def by(rules: Rules, *, timing: bool = True) -> VerifyOptions:
+        """The usual ones under these rules, with a bench that is made where the cores are known."""
+        usual = VerifyOptions(timing=timing)
+        return msgspec.structs.replace(usual, farm=msgspec.structs.replace(usual.farm, rules=rules))
+
 
 class Verifier:
     """See the module. One thread at a time; several verifiers do not know of each other."""
@@ -108,7 +114,8 @@ class Verifier:
             assert self._builder is not None, "a Verifier is used inside its with block"
             check_device(device)
             self._start_ahead(device, backend)
-            options = msgspec.structs.replace(self.options.bench or default_bench(self.options.cores), device=device)
+            bench = self.options.bench or default_bench(self.options.cores, rules=self.options.farm.rules)
+            options = msgspec.structs.replace(bench, device=device)
             made = Judge(self._builder.store, options, self._zygotes[key], probe=prober(options))
             self._judges[key] = self._stack.enter_context(made)
         return self._judges[key]
@@ -254,17 +261,20 @@ def _start(zygote: Zygote) -> None:
         zygote.start()
 
 
-def default_bench(cores: tuple[int, ...], recipe: Recipe | None = None) -> BenchOptions:
-    """As in a run, but with room for large problems: half of the memory that is free now."""
+def default_bench(cores: tuple[int, ...], recipe: Recipe | None = None, rules: Rules = "open") -> BenchOptions:
+    """As in a run, but with room for large problems: half of the memory that is free now. `strict` wants fresh outputs,
+    `open` takes kept ones.
+    """
     memory = max(Limits().memory_bytes, psutil.virtual_memory().available // 2)
     limits = Limits(cores=cores, cpu_s=_CPU_S, memory_bytes=memory, file_bytes=memory)
-    return bench_options(TimingBench(outputs="kept"), cores=cores, recipe=recipe, limits=limits)
+    outputs: Outputs = "fresh" if rules == "strict" else "kept"
+    return bench_options(TimingBench(outputs=outputs), cores=cores, recipe=recipe, limits=limits)
 
 
 def under(options: VerifyOptions, rules: Rules, outputs: Outputs | None = None) -> VerifyOptions:
-    """The options under these rules; where nothing is said of outputs, `strict` wants fresh ones, `open` takes kept."""
-    wanted: Outputs = outputs or ("fresh" if rules == "strict" else "kept")
-    bench = msgspec.structs.replace(options.bench or default_bench(options.cores), outputs=wanted)
+    """The options under these rules; where nothing is said of outputs, those of `default_bench`."""
+    usual = default_bench(options.cores, rules=rules)
+    bench = msgspec.structs.replace(options.bench or usual, outputs=outputs or usual.outputs)
     return msgspec.structs.replace(options, farm=msgspec.structs.replace(options.farm, rules=rules), bench=bench)
 
 

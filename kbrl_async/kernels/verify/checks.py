@@ -97,8 +97,8 @@ class Checker:
         self._may_be_spared = False
         self._calls_s: list[float] = []
         self._answers: dict[int, bool] = {}
-        self._compiling_s = self._compiling_until = 0.0
-        """For how long, from its first call on, and until when its calls may last that long."""
+        self._compiling_until = 0.0
+        """Until when its calls may last that long; 0 where torch compiles nothing for it."""
         self._is_warm = False
         """It has answered once to be recorded."""
         self._first_answer: list[torch.Tensor] = []
@@ -143,13 +143,14 @@ class Checker:
         try:
             self._refuse_copied(candidate)
             code = submitted(candidate, artifacts)
-            self._compiling_s = compiling_s(self.options, code.source)
             self.launches_unseen = _LAUNCHERS.search(code.source) is not None
             source = code.source + backward.of_candidate(self.reference.declared.backward)
             self.session = self._opens(msgspec.structs.replace(code, source=source), is_alone)
             self.isolation = (self.session.isolation.level, self.session.isolation.missing)
             self.trust, self.trust_reason = self.session.trust, self.session.trust_reason
             self.is_shared = self.session.is_shared
+            if for_s := compiling_s(self.options, code.source):
+                self._compiling_until = time.monotonic() + for_s
             self.reference.attach(self.session)
             self._replay(candidate, artifacts)
         except CandidateFault as fault:
@@ -319,16 +320,16 @@ class Checker:
         """Others on the device may hold us here, and a set may be made anew: that is no time of the candidate's."""
         begun = time.monotonic()
         tick()
-        self._deadline += time.monotonic() - begun
+        waited = time.monotonic() - begun
+        self._deadline += waited
+        self._compiling_until += waited if self._compiling_until else 0.0
 
     def call_deadline(self) -> float:
         """For one call; the whole candidate's deadline cuts it short, unless the reference itself is slow."""
         is_first = not (self._answers or self._is_warm)
         one = max(self.one_call_s, self.options.first_call_s) if is_first else self.one_call_s
         now = time.monotonic()
-        if self._compiling_s and not self._compiling_until:
-            self._compiling_until = now + self._compiling_s
-        end = self._compiling_until + self.options.deadline_s if self._compiling_s else self._deadline
+        end = self._compiling_until + self.options.deadline_s if self._compiling_until else self._deadline
         left = max(self._deadline, self._began + 2 * one * self.total, end) - now
         return max(0.05, min(one, left), self._compiling_until - now)
 

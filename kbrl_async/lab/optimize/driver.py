@@ -121,7 +121,13 @@ class SearchDriver:
 
     def plant(self, source: str, origin: str) -> None:
         """A candidate from elsewhere, to be verified first."""
-        attempt = self.search.plant(source, origin, self._clock())
+        self._judge_first(self.search.plant(source, origin, self._clock()))
+
+    def begin_with(self, source: str, origin: str) -> None:
+        """A kernel to refine and to beat, see `Search.begin_with`. Without its verdict there is no search."""
+        self._judge_first(self.search.begin_with(source, origin, self._clock()))
+
+    def _judge_first(self, attempt: Attempt) -> None:
         if self.search.needs_verdict(attempt):
             self._queue.put_nowait((-math.inf, attempt.number, attempt))
 
@@ -205,6 +211,8 @@ class SearchDriver:
                 result = await loop.run_in_executor(self._thread, self._verify, attempt.source)
             except InfraError as error:
                 self.search.lost(attempt.number, str(error))
+                if attempt.number == self.search.start:
+                    self._failure = self._failure or error
             except Exception as error:  # supervisor: what is wrong with module or host ends the search, in `run`
                 self._failure = self._failure or error
             else:

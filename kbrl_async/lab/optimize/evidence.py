@@ -14,7 +14,7 @@ from kbrl_async.kernels.verify.inputs import KINDS
 from kbrl_async.lab.optimize.proving import Final, Proof
 from kbrl_async.lab.optimize.search import Search
 from kbrl_async.lab.optimize.targets import UserModule
-from kbrl_async.lab.optimize.tree import POLICY, Attempt, fingerprint
+from kbrl_async.lab.optimize.tree import POLICY, Attempt, Judgement, fingerprint
 
 FORMAT = 1
 METHOD = (
@@ -77,6 +77,7 @@ def document(found: SearchResult) -> dict[str, Any]:
         "target": {"title": target.title, "kind": target.kind, "problem": target.problem.source},
         "written": proof and {"path": proof.path, "sha256": proof.winner.sha256, "author": _winner(found)},
         "proof": proof and proof.winner.result.document(),
+        "began_with": search.start,
         "finals": [{"attempt": f.attempt, "sha256": f.sha256, "result": f.result.document()} for f in found.finals],
         "input_sets": [kind.name for kind in KINDS],
         "method": METHOD,
@@ -115,6 +116,7 @@ def markdown(found: SearchResult) -> str:
     parts += ["## Search", ""]
     rows = [("engine", facts.engine), ("prompt", facts.prompt_option), ("seconds", f"{facts.seconds:.1f}")]
     rows += [(name, str(total[name])) for name in ("attempts", "distinct", "repeats", "proven", "tokens")]
+    rows += [("began with", began_with(search))] if search.start is not None else []
     rows += [("ended by", search.stopped), ("verdicts", ", ".join(f"{n} {c}" for c, n in total["by_category"].items()))]
     parts += [*_table(("", ""), rows), "", "```", *tree_lines(search), "```", ""]
     parts += ["## Versions", "", *_table(("", ""), list(versions().items())), ""]
@@ -122,13 +124,14 @@ def markdown(found: SearchResult) -> str:
 
 
 def conclusion(found: SearchResult) -> str:
-    """One sentence."""
+    """One sentence, and a second where the kernel is what the search began with."""
     if found.proof is not None:
-        timing = found.proof.winner.result.timing
-        if timing is None:
-            return "Proven right, not timed."
+        winner = found.proof.winner
+        same = " Nothing faster was found than the kernel to begin with." * (winner.attempt == found.search.start)
+        if (timing := winner.result.timing) is None:
+            return f"Proven right, not timed.{same}"
         interval = f"({timing.lo:.2f} … {timing.hi:.2f})"
-        return f"Proven right; {timing.speedup:.2f}× {interval} the speed of the module: {timing.claim}."
+        return f"Proven right; {timing.speedup:.2f}× {interval} the speed of the module: {timing.claim}.{same}"
     if any(final.result.timing is not None and final.result.timing.stopped == "disturbed" for final in found.finals):
         return (
             "Kernels were proven right, and others used the core so much that no time could be trusted. No file was "
@@ -137,6 +140,18 @@ def conclusion(found: SearchResult) -> str:
     if found.search.tree.proven():
         return "Kernels were proven right, and none was proven faster than the module. No file was written."
     return "No kernel was proven right. No file was written."
+
+
+def began_with(search: Search) -> str:
+    """What became of the kernel that the search was given; empty where it was given none."""
+    if search.start is None:
+        return ""
+    attempt = search.tree[search.start]
+    if attempt.judgement is None:
+        words = attempt.lost or "not judged"
+    else:
+        words = _correct(attempt.judgement) if attempt.is_proven else ": ".join(_failure(attempt)[1:])
+    return f"what {attempt.origin} wrote: {words}"
 
 
 def proof_rows(found: SearchResult) -> list[tuple[str, str]]:
@@ -152,14 +167,15 @@ def _winner(found: SearchResult) -> str:
 
 def failures(search: Search) -> list[tuple[str, str, str]]:
     """(attempt, verdict, message) of the wrong attempts that came furthest."""
-    rows = []
-    for attempt in search.tree.failures()[:_SHOWN_ERRORS]:
-        judged = attempt.judgement
-        assert judged is not None
-        sets = f", {judged.passed} of {judged.total} input sets" if judged.total else ""
-        said = " ".join((judged.rule and f"{judged.rule}:", judged.message)).strip()
-        rows.append((str(attempt.number), judged.fault.value.replace("_", " ") + sets, " ".join(said.split())[:200]))
-    return rows
+    return [_failure(attempt) for attempt in search.tree.failures()[:_SHOWN_ERRORS]]
+
+
+def _failure(attempt: Attempt) -> tuple[str, str, str]:
+    judged = attempt.judgement
+    assert judged is not None
+    sets = f", {judged.passed} of {judged.total} input sets" if judged.total else ""
+    said = " ".join((judged.rule and f"{judged.rule}:", judged.message)).strip()
+    return str(attempt.number), judged.fault.value.replace("_", " ") + sets, " ".join(said.split())[:200]
 
 
 def tree_lines(search: Search, most: int = 40) -> list[str]:
@@ -183,10 +199,13 @@ def described(attempt: Attempt) -> str:
     if judged is None:
         return f"{attempt.number} {attempt.lost or 'not judged'}"
     if judged.is_proven:
-        speed = "" if judged.speedup is None else f" {judged.speedup:.2f}× [{judged.lo:.2f}, {judged.hi:.2f}]"
-        return f"{attempt.number} correct{speed}" + ("" if attempt.origin == POLICY else f", by {attempt.origin}")
+        return f"{attempt.number} {_correct(judged)}" + ("" if attempt.origin == POLICY else f", by {attempt.origin}")
     sets = f" {judged.passed}/{judged.total}" if judged.total else ""
     return f"{attempt.number} {judged.category}{sets} {judged.rule}".rstrip()
+
+
+def _correct(judged: Judgement) -> str:
+    return "correct" + ("" if judged.speedup is None else f" {judged.speedup:.2f}× [{judged.lo:.2f}, {judged.hi:.2f}]")
 
 
 def _best_below(search: Search, number: int) -> float:

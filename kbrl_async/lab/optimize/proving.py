@@ -9,10 +9,12 @@ ever writes it.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -71,22 +73,26 @@ def prove(
     backend: str,
     allow_slower: bool = False,
     is_over: Callable[[], bool] = lambda: False,
+    to_beat: int | None = None,
 ) -> tuple[Proof | None, tuple[Final, ...]]:
     """Writes `path` with the surest finalist; None, and no file, where none holds. Blocks for seconds.
 
     :param texts: the whole file, by the number of the attempt that it would be made of, the best first.
     :param is_over: asked before each but the first one, whether there is time for it.
+    :param to_beat: the first of them, where another has to be faster than it: one whose whole interval lies above its
+        speedup. The first two are examined then, whatever time is left.
     :raises UserError: the folder can't be written.
     """
     finals: list[Final] = []
     with contextlib.ExitStack() as stack:
         hidden: dict[int, Path] = {}
         for number, text in texts.items():
-            if finals and is_over():
+            if len(finals) > (to_beat is not None) and is_over():
                 break
             hidden[number] = stack.enter_context(_hidden(path, number))
             finals.append(_examine(number, text, hidden[number], problem, verifier, backend))
-        held = [final for final in finals if final.result.ok and (allow_slower or _is_faster(final))]
+        held = _faster_than(to_beat, [f for f in finals if f.result.ok])
+        held = [final for final in held if allow_slower or _is_faster(final)]
         if not held:
             return None, tuple(finals)
         winner = max(held, key=_floor)
@@ -118,6 +124,16 @@ def _hidden(path: Path, number: int) -> Iterator[Path]:
 
 def _is_faster(final: Final) -> bool:
     return final.result.timing is not None and final.result.timing.is_faster
+
+
+def _faster_than(number: int | None, right: list[Final]) -> list[Final]:
+    """Those that are shown to be faster than the one of this number; it alone where none is, all where it is wrong."""
+    first = next((final for final in right if final.attempt == number), None)
+    if first is None:
+        return right
+    timing = first.result.timing
+    bar = math.inf if timing is None or timing.is_disturbed else timing.speedup
+    return [final for final in right if _floor(final) > bar] or [first]
 
 
 def _floor(final: Final) -> float:
@@ -152,7 +168,7 @@ def render(target: UserModule, source: str, file_name: str, backend: str, author
     stem, drop_in, options = file_name.removesuffix(".py"), _drop_in(target), arithmetic_options(source)
     last = f" but those of the last part, which makes it take the place of {target.name}" if drop_in else ""
     lines = [
-        f'"""{_plain(target.title)}, by a verified kernel (backend {backend}), found by `kbrl optimize` {version}.',
+        f"{_plain(target.title)}, by a verified kernel (backend {backend}), found by `kbrl optimize` {version}.",
         f"Written by {_plain(author)}: every line of code{last}.",
         *([f"Compiled with {', '.join(options)}: {MEANS}."] if options else []),
         "",
@@ -160,10 +176,19 @@ def render(target: UserModule, source: str, file_name: str, backend: str, author
         "",
         f"What was proven, on which inputs and hardware, and how fast it is: {stem}.evidence.md and .json beside this",
         "file. It needs the package kbrl-async, and a C compiler for backend c: the kernel is built at first use.",
-        '"""',
-        "",
     ]
-    return "\n".join(lines) + source.strip("\n") + "\n" + drop_in
+    return _as_head(lines, source) + source.strip("\n") + "\n" + drop_in
+
+
+def _as_head(lines: Sequence[str], source: str) -> str:
+    """A docstring; comments where the source has one, as imports of __future__ may stand behind that alone."""
+    try:
+        has_own = ast.get_docstring(ast.parse(source)) is not None
+    except SyntaxError:
+        has_own = False
+    if has_own:
+        return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    return "\n".join(['"""' + lines[0], *lines[1:], '"""', ""])
 
 
 def _usage(target: UserModule, stem: str) -> str:

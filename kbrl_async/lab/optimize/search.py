@@ -79,6 +79,8 @@ class Search:
         self.stopped = ""
         """Why nothing more is asked for: time, tokens, attempts, repeats, or what `stop` was told."""
         self._chooser = Chooser(rng, options.max_turns, options.width, options.value)
+        self.start: int | None = None
+        """The attempt that the search was given to begin with."""
         self._open: set[int] = set()
         self._repeats = 0
 
@@ -101,9 +103,9 @@ class Search:
         self.stop(self.options.budget.spent(self.seconds(now), self.tokens, len(self.tree)))
         if self._repeats >= self.options.repeats:
             self.stop("repeats")
-        if self.stopped:
+        if self.stopped or self.start in self._open:
             return None
-        made = self.tree.ask(self._chooser.choose(self.tree), self.seconds(now))
+        made = self.tree.ask(self._parent(), self.seconds(now))
         self._open.add(made.number)
         return AnswerRequest(made.number, made.parent)
 
@@ -112,6 +114,12 @@ class Search:
         made = self.tree.ask(None, self.seconds(now), origin)
         self._open.add(made.number)
         return self._written(made.number, source, 0)
+
+    def begin_with(self, source: str, origin: str, now: float) -> Attempt:
+        """A kernel that somebody has: nothing is asked for before its verdict, and then first that it is refined."""
+        made = self.plant(source, origin, now)
+        self.start = made.number
+        return made
 
     def wrote(self, number: int, source: str, tokens: int, problem: str = "") -> Attempt:
         """An answer has come; `problem` says why there is no source in it. Verify it if `needs_verdict`."""
@@ -137,6 +145,12 @@ class Search:
     @property
     def best(self) -> Attempt | None:
         return next(iter(self.tree.proven()), None)
+
+    def _parent(self) -> int | None:
+        start = self.start
+        if start is not None and not self.tree.children(start) and self._chooser.may_refine(start, self.tree):
+            return start
+        return self._chooser.choose(self.tree)
 
     def _written(self, number: int, source: str, tokens: int) -> Attempt:
         attempt = self.tree.write(number, source, tokens)
@@ -176,7 +190,8 @@ class Chooser:
 
     def choose(self, tree: Tree) -> int | None:
         """The attempt to refine; None: a first answer."""
-        best = max((a for a in tree if self._may_refine(a, tree)), key=lambda a: self.worth(a, tree), default=None)
+        able = [attempt for attempt in tree if self.may_refine(attempt.number, tree)]
+        best = max(able, key=lambda a: self.worth(a, tree), default=None)
         if best is None:
             return None
         drawn = {arm: self._rng.betavariate(self.wins[arm], self.losses[arm]) for arm in (FRESH, REFINE)}
@@ -189,7 +204,9 @@ class Chooser:
             table[arm] = max(1.0, table[arm] * FADE)
         (self.wins if paid else self.losses)[arm] += 1.0
 
-    def _may_refine(self, attempt: Attempt, tree: Tree) -> bool:
+    def may_refine(self, number: int, tree: Tree) -> bool:
+        """Whether it has a verdict that is worth showing, and turns are left."""
+        attempt = tree[number]
         judged = attempt.judgement
         if judged is None or attempt.same_as is not None or not attempt.source or attempt.turn + 1 >= self._max_turns:
             return False

@@ -19,6 +19,9 @@ import msgspec
 from kbrl_async.durable import write_atomically
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.funnel import Verifier, VerifyOptions
+from kbrl_async.kernels.funnel.reading import read_candidate
+from kbrl_async.kernels.funnel.verifier import read_text, under
+from kbrl_async.kernels.settings import BACKENDS, Outputs, Rules
 from kbrl_async.lab.optimize import engine, evidence, proving
 from kbrl_async.lab.optimize.driver import DriveOptions, PromptMaker, SearchDriver
 from kbrl_async.lab.optimize.evidence import Facts, SearchResult
@@ -30,11 +33,19 @@ from kbrl_async.runs.value import ValueModel
 from protocols.records import SamplingParams
 
 
+class Beginning(msgspec.Struct, frozen=True):
+    """A kernel that somebody has."""
+
+    name: str
+    source: str
+
+
 class Wanted(msgspec.Struct, frozen=True):
     """What one search may spend and do."""
 
     budget: Budget = Budget(seconds=60.0)
     turns: int = 4
+    start: Beginning | None = None
     examples: str = ""
     allow_slower: bool = False
     value: ValueModel | None = None
@@ -48,9 +59,23 @@ class Verifiers(msgspec.Struct, frozen=True):
     careful: Verifier
 
 
+def read_start(path: Path, backend: str) -> Beginning:
+    """With what lies beside it that it uses.
+
+    :raises UserError: there is no candidate in that file, or it is none of the backend.
+    """
+    reading = read_candidate(read_text(path))
+    if reading.candidate is None:
+        raise UserError(f"--from {path} holds no kernel: {reading.problem}", "Give a Python file with ModelNew")
+    if (written := reading.candidate.backend) != backend and backend in BACKENDS.ours:
+        cause = f"--from {path} is written in {written}, and kernels are asked for in {backend}"
+        raise UserError(cause, f"Add backend={written}")
+    return Beginning(path.name, reading.candidate.source)
+
+
 @contextlib.contextmanager
-def open_verifiers(config: Config) -> Iterator[Verifiers]:
-    options = VerifyOptions(cores=tuple(cpu_layout(config, available_cores()).bench))
+def open_verifiers(config: Config, rules: Rules, outputs: Outputs | None) -> Iterator[Verifiers]:
+    options = under(VerifyOptions(cores=tuple(cpu_layout(config, available_cores()).bench)), rules, outputs)
     with Verifier(None, options) as quick, Verifier(None, proving.careful_options(options)) as careful:
         yield Verifiers(quick, careful)
 
@@ -112,6 +137,8 @@ def _driver(
     )
     options = DriveOptions(backend, SamplingParams(config.max_tokens, config.temperature), opened.at_once, until=until)
     driver = SearchDriver(state, target, opened.engine, verifier, prompts, options, changed)
+    if wanted.start is not None:
+        driver.begin_with(wanted.start.source, f"the author of {wanted.start.name}")
     # won by a run for a similar module: tried before the policy is asked
     for entry in engine.similar_kernels(place, shown, backend) if place else ():
         driver.plant(entry.kernel, f"a policy of run {entry.origin}, for {entry.problem_id}")
@@ -134,10 +161,15 @@ def interruptible(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> 
 
 
 def finalists(found: SearchResult, allow_slower: bool) -> list[Attempt]:
-    """The brief timing may miss what a longer one shows: those whose interval reaches above 1 are examined too."""
+    """The brief timing may miss what a longer one shows: those whose interval reaches above 1 are examined too.
+    What the search was given to begin with comes before them: what is written has to be faster.
+    """
     proven = found.search.tree.proven()
     hopeful = [a for a in proven if allow_slower or (a.judgement is not None and (a.judgement.hi or 0.0) > 1.0)]
-    return hopeful[: proving.FINALISTS]
+    best, start = hopeful[: proving.FINALISTS], found.search.start
+    if not best:
+        return []
+    return [*(a for a in proven if a.number == start), *(a for a in best if a.number != start)]
 
 
 def prove(
@@ -156,7 +188,8 @@ def prove(
     for attempt in finalists(found, allow_slower):
         author = evidence.author(found.search, attempt.number, found.facts.engine)
         texts[attempt.number] = proving.render(target, attempt.source, output.name, backend, author, version)
-    proof, finals = proving.prove(texts, target.problem, verifier, output, backend, allow_slower, is_over)
+    to_beat = found.search.start if found.search.start in texts else None
+    proof, finals = proving.prove(texts, target.problem, verifier, output, backend, allow_slower, is_over, to_beat)
     return msgspec.structs.replace(found, proof=proof, finals=finals)
 
 

@@ -40,6 +40,8 @@ _BY_UPDATE = {
     "batch/speedup_max": "the largest speedup of a correct kernel",
     "batch/truncated_rate": "share of answers that were cut at `max_tokens`",
     "batch/replayed_rate": "share of the correct ones whose recorded work a trusted process did again",
+    "batch/full_build_rate": "share of extensions that had to be built with torch's own headers, a minute each; why is"
+    " in the summary",
     "tokens/answer_mean": "mean length of an answer, tokens",
     "staleness/versions_mean": "versions between writing a rollout and training on it, mean",
     "staleness/versions_max": "the same, largest",

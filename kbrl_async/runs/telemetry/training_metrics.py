@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from kbrl_async.kernels.backends.inline.ways import FAST
 from kbrl_async.rollouts.stats import RolloutStats
 from protocols.records import REPLAYED, SOLVER, VERIFIER
 
@@ -129,6 +130,7 @@ def _batch(rollouts: Sequence[RolloutStats]) -> dict[str, float]:
         "speedup_max": max(speedups(rollouts), default=None),
         "truncated_rate": mean(1.0 - r.completion_fraction for r in rollouts),
         "replayed_rate": mean(r.trust == REPLAYED for r in right),
+        "full_build_rate": mean(any(way != FAST for way in r.built) for r in rollouts if r.built),
     })  # fmt: skip
     return {f"batch/{name}": value for name, value in values.items()}
 

@@ -16,11 +16,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from kbrl_async.adapters import areal, openrlhf, slime, trl, verdicts, verl
 from kbrl_async.errors import InfraError, ProblemError, UserError
+from tests.candidates import affine, elementwise
 
 ANSWERS = {"right": 1.0, "wrong": 0.25}
 REFERENCE = "import torch\n"
@@ -211,7 +213,6 @@ def test_trl_trains_two_steps_of_a_tiny_model_on_our_rewards(tmp_path: Path) -> 
 def served(monkeypatch: pytest.MonkeyPatch, *answers: tuple[int, Any]) -> list[dict[str, Any]]:
     """A service that gives these answers in turn, the last again and again; what it was asked."""
     import httpx
-    import msgspec
 
     asked, left = [], list(answers)
 
@@ -272,3 +273,26 @@ def test_the_variables_say_what_options_leave_out(monkeypatch: pytest.MonkeyPatc
     assert verdicts.RewardOptions().resolved().server == "http://there"
     assert verdicts.RewardOptions(preset="correct").resolved().preset == "correct"
     assert verdicts.RewardOptions().resolved().preset == "kevin"
+    monkeypatch.setenv(verdicts.RULES, "strict")
+    assert verdicts.RewardOptions().resolved().rules == "strict"
+    assert verdicts.RewardOptions(rules="open").resolved().rules == "open"
+
+
+def test_rules_are_asked_for_where_they_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = served(monkeypatch, (200, {"reward": 0.5}), (200, {"reward": 0.5}))
+    for options in (OPTIONS, msgspec.structs.replace(OPTIONS, rules="strict")):
+        asyncio.run(verdicts.reward_of("text", "L1/13", options))
+    assert [body.get("rules") for body in asked] == [None, "strict"]
+    with pytest.raises(UserError, match="there are no rules 'lax'"):
+        asyncio.run(verdicts.reward_of("text", "L1/13", verdicts.RewardOptions(rules="lax")))
+    assert verdicts.RewardOptions.among({"rules": "strict"}).rules == "strict"
+
+
+@pytest.mark.parametrize(("rules", "worth"), [("", 1.0), ("open", 1.0), ("strict", 0.0)])
+def test_in_the_trainers_process_they_decide_what_an_answer_may_hold(
+    monkeypatch: pytest.MonkeyPatch, rules: str, worth: float
+) -> None:
+    monkeypatch.delenv(verdicts.SERVER, raising=False)
+    answer = f"```python\nimport os\n{elementwise('2 * x[i] + 1')}\n```"
+    options = verdicts.RewardOptions(preset="correct", timing=False, device="cpu", rules=rules)
+    assert asyncio.run(verdicts.reward_of(answer, affine(), options)) == worth

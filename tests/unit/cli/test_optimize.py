@@ -81,6 +81,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "layers.py").write_text(LAYERS)
+    (tmp_path / "empty.py").write_text("")
+    (tmp_path / "tri.py").write_text("import triton\n")
     return tmp_path
 
 
@@ -118,6 +120,40 @@ def test_a_proven_kernel_becomes_a_module_that_replaces_the_function(
     ]
 
 
+MINE = '"""Mine."""\nfrom __future__ import annotations\nimport os\n' + KERNEL.split("```python\n")[1].split("```")[0]
+"""Right, and its `import os` is none that `strict` takes."""
+
+
+def test_a_kernel_to_begin_with_is_judged_under_open_shown_and_written_where_nothing_beats_it(
+    endpoint: FakeEndpoint, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "mine.py").write_text(MINE)
+    endpoint.replies = [chat(WRONG)]
+    assert optimize(endpoint, "--from", "mine.py", "--attempts", "3", "--turns", "2", "--allow-slower") == 0
+    shown = [str(one.body) for one in endpoint.seen if "import os" in str(one.body)]
+    assert "Speedup: " in shown[0]
+    assert (
+        "Written by the author of mine.py, and taken as it was found there"
+        in (folder / "optimized_layers_double_relu.py").read_text()
+    )
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Nothing faster was found than the kernel to begin with" in said
+    assert "began with what the author of mine.py wrote: correct" in said
+
+
+def test_under_strict_and_where_it_is_wrong_the_kernel_to_begin_with_is_named_with_its_reason(
+    endpoint: FakeEndpoint, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "mine.py").write_text(MINE)
+    endpoint.replies = [chat(KERNEL)]
+    words = ("--from", "mine.py", "--rules", "strict", "--attempts", "2", "--turns", "2", "--allow-slower")
+    assert optimize(endpoint, *words) == 0
+    assert "Failed as: static violation" in str(endpoint.seen[0].body)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "began with what the author of mine.py wrote: static violation: import: line 3:" in said
+    assert "beginning with what was written by the author of mine.py" in said
+
+
 def test_nothing_proven_is_exit_code_1_and_no_kernel(endpoint: FakeEndpoint, folder: Path) -> None:
     endpoint.replies = [chat(WRONG)]
     assert optimize(endpoint, "--attempts", "2", "--allow-slower") == 1
@@ -151,6 +187,9 @@ def test_the_first_ctrl_c_ends_the_search_and_the_second_is_python_s_own() -> No
         ([*GIVEN, "--output", "no-module.py"], "can't be imported"),
         ([*GIVEN, "--output", "no/where.py"], "there is no folder"),
         ([*GIVEN, "--seconds", "0"], "must be above 0"),
+        ([*GIVEN, "--from", "nowhere.py"], "nowhere.py can't be read"),
+        ([*GIVEN, "--from", "empty.py"], "--from empty.py holds no kernel: the candidate is empty"),
+        ([*GIVEN, "--from", "tri.py"], "is written in triton, and kernels are asked for in c. Add backend=triton"),
         ([*GIVEN, "--policy", "no-such-run"], "there is no policy no-such-run"),
         ([*GIVEN, "--policy", "http://127.0.0.1:1/v1", "model_name=m"], "nothing answers at http://127.0.0.1:1/v1"),
     ],

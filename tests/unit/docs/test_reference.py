@@ -62,7 +62,7 @@ def rollouts() -> list[RolloutStats]:
         RolloutStats(
             problem_id="a", level=1, reward=1.0, correct=turn > 0, compiled=turn > 0, speedup=2.0, staleness=1,
             turn=turn, rollout_id="g1.r0", seconds={"queue": 1.0}, ages={"bench": 1}, role=SOLVER, trust=REPLAYED,
-            fault="" if turn else "compile_error", workload_share=0.5,
+            built=("fast",), fault="" if turn else "compile_error", workload_share=0.5,
         )
         for turn in (0, 1)
     ]  # fmt: skip

@@ -61,6 +61,14 @@ def test_each_stage_that_is_passed_pays_more() -> None:
     assert len(set(ladder)) == len(ladder)
 
 
+def test_how_extensions_were_built_is_kept_for_who_counts() -> None:
+    built = msgspec.structs.replace(BUILT, toolchain="g++ 12 fast; g++ 12 full: symbol a")
+    for build, ways in ((BUILT, ()), (built, ("fast", "symbol a"))):
+        scored = score(Record.of(REQUEST, WRITTEN, build, TIMED), STAGE3)
+        assert scored is not None
+        assert scored.stats.built == ways
+
+
 def test_a_lost_worker_is_no_reward_at_all() -> None:
     assert score(Record.of(REQUEST), STAGE3) is None
     assert score(Record.of(REQUEST, WRITTEN, BUILT, BenchReport(Verdict(Fault.INFRA_ERROR))), STAGE3) is None

@@ -46,6 +46,22 @@ def test_a_question_gets_its_verdict_and_reward_and_is_verified_once(tmp_path: P
     run(play())
 
 
+def test_who_asks_for_the_services_own_rules_gets_them_and_other_rules_are_another_question(tmp_path: Path) -> None:
+    async def asked(settings: Serve, body: dict[str, Any]) -> list[str | None]:
+        fake = Fake()
+        async with service(tmp_path, fake, settings) as (client, _):
+            assert (await client.post("/v1/verify", json=body)).status_code == 200
+        return [job.ask.rules for job in fake.asked]
+
+    async def play() -> None:
+        assert await asked(Serve(), {**ASK, "rules": "open"}) == ["open"]
+        assert await asked(Serve(), ASK) == [], "the same question"
+        assert await asked(Serve(rules="strict"), ASK) == ["strict"]
+        assert await asked(Serve(rules="strict"), {**ASK, "rules": "strict"}) == []
+
+    run(play())
+
+
 def test_a_wrong_candidate_is_its_own_fault_and_earns_what_it_passed(tmp_path: Path) -> None:
     async def wrong(_: Job) -> Outcome:
         return outcome(Fault.INCORRECT)
@@ -129,6 +145,8 @@ def test_a_bad_problem_is_said_and_not_tried_for_every_candidate(tmp_path: Path)
         (json.dumps({**ASK, "preset": "os:system"}).encode(), 400, "there is no preset"),
         (json.dumps({**ASK, "preset": "auto"}).encode(), 400, "there is no preset"),
         (json.dumps({**ASK, "wait_s": -1}).encode(), 400, "wait_s"),
+        (json.dumps({**ASK, "rules": "lax"}).encode(), 400, "rules"),
+        (json.dumps({**ASK, "rules": "strict"}).encode(), 400, "judges by the rules open, not strict"),
         (json.dumps({**ASK, "entry_point": "a b"}).encode(), 400, "entry_point"),
         (json.dumps({**ASK, "candidate": "x" * 300_000}).encode(), 413, "a candidate of 300000"),
         (b"x" * 10_000_000, 413, "a body of 10000000 bytes"),

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from kbrl_async import cli
+from kbrl_async.cli.launch import ProcessesEnded
 from kbrl_async.errors import UserError
+from kbrl_async.kernels.settings import Rules
+from kbrl_async.runs.folder import load_run
+from kbrl_async.serving.documents import Ask, Job
 from kbrl_async.serving.journal import JobJournal
 from kbrl_async.serving.settings import Keys, Serve, check, is_loopback, read, write
+from protocols.records import Fault, Verdict
+from services.verification.server import executor_of
+from tests.candidates import affine, elementwise
 from tests.unit.serving import making as _needs_the_extra  # noqa: F401 - skips without it
 
 KEY = "0123456789abcdef"
@@ -66,6 +75,43 @@ def test_settings_of_farms_need_a_broker(capsys: pytest.CaptureFixture[str], tmp
     monkeypatch.chdir(tmp_path)
     assert cli.main(["serve", "timing_bench.cap_s=1"]) == 2
     assert "Add --broker" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "rules"),
+    [
+        ([], "open"),
+        (["--rules", "strict"], "strict"),
+        (["--broker"], "strict"),
+        (["--broker", "--rules", "open"], "open"),
+        (["--broker", "compile_farm.rules=open"], "open"),
+    ],
+)
+def test_by_which_rules_a_service_judges_is_said_or_its_farms(
+    words: list[str], rules: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kbrl_async.cli.serve.start_and_wait", lambda *_: ProcessesEnded("", 143))
+    assert cli.main(["serve", *words]) == 0
+    assert read(tmp_path / "runs" / "serve").rules == rules
+    if "--broker" in words:
+        config = load_run(tmp_path / "runs" / "serve")
+        assert config.compile_farm.rules == rules
+        assert config.timing_bench.outputs == ("kept" if "--rules" in words else "fresh")
+
+
+@pytest.mark.parametrize(("rules", "fault"), [("open", Fault.OK), ("strict", Fault.STATIC_VIOLATION)])
+def test_its_verifiers_judge_by_them(rules: Rules, fault: Fault) -> None:
+    async def found() -> Verdict:
+        async with contextlib.AsyncExitStack() as stack:
+            executor = await executor_of(Serve(rules=rules, device="cpu", timing=False), stack)
+            ask = Ask("import os\n" + elementwise("2 * x[i] + 1"), reference=affine())
+            result = (await executor.verify(Job("j", "me", ask, 0.0))).result
+            assert result is not None
+            return result.verdict
+
+    verdict = asyncio.run(found())
+    assert (verdict.fault, verdict.rules) == (fault, rules), verdict
 
 
 def test_of_ended_jobs_the_newest_are_kept_and_names_of_others_go(tmp_path: Path) -> None:

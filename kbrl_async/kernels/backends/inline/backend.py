@@ -22,6 +22,7 @@ from kbrl_async.kernels.backends.backend import Backend, Shot
 from kbrl_async.kernels.backends.building.context import BuildContext, Diagnosis
 from kbrl_async.kernels.backends.checks import syntax
 from kbrl_async.kernels.backends.checks.inline import MAX_UNITS, check_names
+from kbrl_async.kernels.backends.inline import ways
 from kbrl_async.kernels.backends.inline.build import Build, BuildAttempt
 from kbrl_async.kernels.backends.inline.flags import FlagRefused, chosen
 from kbrl_async.kernels.backends.inline.launch import PREFIX, Extension, install
@@ -131,8 +132,9 @@ class InlineBackend(Backend):
                 reports.append(report)
         artifacts = {key: address for report in reports for key, address in report.artifacts.items()}
         kernels = list(dict.fromkeys(name for report in reports for name in report.kernels))
-        cached = all(report.cached for report in reports)
-        return msgspec.structs.replace(reports[-1], artifacts=artifacts, kernels=kernels, cached=cached)
+        cached, tools = all(report.cached for report in reports), ways.joined(report.toolchain for report in reports)
+        whole = msgspec.structs.replace(reports[-1], artifacts=artifacts, kernels=kernels, cached=cached)
+        return msgspec.structs.replace(whole, toolchain=tools)
 
     def unit(self, extension: Extension, context: BuildContext) -> BuildReport:
         """One extension."""
@@ -157,13 +159,13 @@ class InlineBackend(Backend):
         def make() -> tuple[BuildReport, bool]:
             build = Build(extension, flags, tools, context)
             attempt = build.fast()
-            way = "fast"
+            why_full = ""
             if not attempt.is_built and not attempt.is_final:
-                attempt, way = build.full(attempt.failed_units), f"full: {_why_full(attempt)}"
+                attempt, why_full = build.full(attempt.failed_units), _why_full(attempt)
             report = _verdict(attempt, extension, context)
             isolation = attempt.run.isolation if attempt.run else "none"
             is_deterministic = attempt.run is None or attempt.run.is_deterministic
-            stamped = msgspec.structs.replace(report, toolchain=f"{label} {way}", isolation=isolation)
+            stamped = msgspec.structs.replace(report, toolchain=ways.named(label, why_full), isolation=isolation)
             return stamped, is_deterministic
 
         return context.cached("inline", label, slim_version(), extension.key, make=make)

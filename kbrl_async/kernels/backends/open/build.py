@@ -17,6 +17,7 @@ from kbrl_async.kernels.backends.building.context import BuildContext
 from kbrl_async.kernels.backends.c.build import BACKEND as C
 from kbrl_async.kernels.backends.checks import syntax
 from kbrl_async.kernels.backends.inline.backend import CPP, CUDA
+from kbrl_async.kernels.backends.inline.ways import joined
 from kbrl_async.kernels.backends.launch import bundle
 from kbrl_async.kernels.backends.nvrtc.build import BACKEND as NVRTC
 from kbrl_async.kernels.backends.open.asked import RecordedRequests, ask
@@ -67,7 +68,7 @@ def build(chosen: Backend, candidate: Candidate, problem: Problem | None, contex
     error = found.recorded.error
     note = f"not all was compiled ahead: {error}" if error else found.recorded.tuning
     whole = BuildReport(Fault.OK, artifacts, hint=note[:_MAX_TEXT], kernels=list(dict.fromkeys(kernels)))
-    tools = "; ".join(dict.fromkeys(report.toolchain for report in reports if report.toolchain))
+    tools = joined(report.toolchain for report in reports)
     cpu = next((report.cpu for report in reports if report.cpu), "")
     return msgspec.structs.replace(whole, toolchain=tools, cpu=cpu, isolation=found.isolation)
 

@@ -121,7 +121,7 @@ class Claims:
         times = max(2, min(200, math.ceil(enough_ns / max(claim, _ORDINARY_NS if self._sides.refused else 1.0))))
         both = (self._sides.reference, self._sides.candidate)
         least, told = {id(session): math.inf for session in both}, {id(session): math.inf for session in both}
-        in_turns = self._sides.places is not None  # then each is moved once
+        in_turns = self._sides.places.takes_turns  # then each is moved once
         for session in [one for one in both for _ in range(_CALLS)] if in_turns else both * _CALLS:
             many = self._many(session, times)
             if many is not None:
@@ -138,14 +138,12 @@ class Claims:
     def _many(self, session: TimedSide, times: int) -> TimedCall | None:
         """None where others were at work meanwhile."""
         places = self._sides.places
-        if places is not None:
-            places.was_busy()
+        places.was_busy()
         self._sides.bring(session)
         limit = max(self._sides.limit_s, times * self._sides.limit_s / 10)
         many = session.events(times, limit) if self._sides.refused else session.replay(times, limit)
-        if places is not None:
-            places.look()  # what it leaves behind is its own
-        return None if places is not None and places.was_busy() else many
+        places.look()  # what it leaves behind is its own
+        return None if places.was_busy() else many
 
 
 def _beyond(call: TimedCall) -> float:

@@ -33,9 +33,25 @@ class Looks(NamedTuple):
     """Once what is at work has ended, which is waited for, but not for long."""
 
 
+class BothThere:
+    """The usual case: there is room for both arenas, nobody is moved, and nobody is looked for."""
+
+    takes_turns = False
+    watches = False
+
+    def was_busy(self) -> bool:
+        return False
+
+    def park(self) -> None: ...
+    def bring(self, side: object) -> None: ...
+    def leave(self) -> None: ...
+    def look(self) -> None: ...
+
+
 class DevicePlaces:
     """Where both arenas are. Who is at work on the GPU beside them counts once `watches` is set: before, others may."""
 
+    takes_turns = True
     watches = False
 
     def __init__(

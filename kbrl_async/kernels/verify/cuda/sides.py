@@ -11,7 +11,7 @@ import torch
 from kbrl_async.errors import InfraError
 from kbrl_async.kernels.verify import compare, wire
 from kbrl_async.kernels.verify.checks import Checker
-from kbrl_async.kernels.verify.cuda.device_places import DevicePlaces, Looks
+from kbrl_async.kernels.verify.cuda.device_places import BothThere, DevicePlaces, Looks
 from kbrl_async.kernels.verify.cuda.reference import CudaReference, ReferencePlan
 from kbrl_async.kernels.verify.cuda.session import CudaSession, TimedSide
 from kbrl_async.kernels.verify.hoarding import NoMemory, tells_of_memory
@@ -50,8 +50,8 @@ def batch_for(plan: ReferencePlan, reference_ns: float, candidate_ns: float) -> 
 class Sides:
     """Of one candidate that is right so far, and `twin`, a child of its reference's."""
 
-    places: DevicePlaces | None = None
-    """Where the GPU has room for one of both arenas only."""
+    places: DevicePlaces | BothThere = BothThere()
+    """Where both arenas are, and whose turn it is where the GPU has room for one of them only."""
 
     def __init__(self, checker: Checker, twin: Session, rng: random.Random, looks: Looks = _UNSEEN) -> None:
         """Nothing that is not timed asks for `looks`."""
@@ -85,13 +85,11 @@ class Sides:
 
     def park(self) -> None:
         """Before inputs are written that a call is timed on: see `device_places`."""
-        if self.places is not None:
-            self.places.park()
+        self.places.park()
 
     def bring(self, side: TimedSide) -> None:
         """Before a call of this one's is timed, or asked for."""
-        if self.places is not None:
-            self.places.bring(side)
+        self.places.bring(side)
 
     def keep_freed(self, is_kept: bool) -> None:
         """See `CudaSession.keeps_freed`."""

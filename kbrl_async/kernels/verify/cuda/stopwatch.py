@@ -105,9 +105,8 @@ class CudaStopwatch:
 
     def close(self) -> None:
         self._sides.keep_freed(False)
-        if self._sides.places is not None:
-            with contextlib.suppress(CudaError, NoMemory):  # it stays as it is then
-                self._sides.places.leave()
+        with contextlib.suppress(CudaError, NoMemory):  # it stays as it is then
+            self._sides.places.leave()
         while self._ballast:
             self._ballast.pop().close()
 
@@ -146,7 +145,7 @@ class CudaStopwatch:
         try:
             self._wait_for_others()
             recipe = _recipe(self._options.recipe, not self._sides.refused)
-            if self._sides.places is not None:
+            if self._sides.places.takes_turns:
                 self._sides.places.watches = True
                 recipe = recipe if self._calibration is not None else _unseen(recipe)
             measured = measure(self._pair, recipe, lambda: time.monotonic() - min(self._apart_s, _MOST_APART_S))
@@ -201,11 +200,10 @@ class CudaStopwatch:
     def _pair(self) -> Pair:
         self._tick()
         every, places = self._options.recipe.pairs_a_place, self._sides.places
-        if every and self._pairs and self._pairs % every == 0 and places is None:
+        if every and self._pairs and self._pairs % every == 0 and not places.takes_turns:
             self._move()  # who takes turns has other memory in each call
         self._pairs += 1
-        if places is not None:
-            places.was_busy()  # what was seen before this pair
+        places.was_busy()  # what was seen before this pair
         if self._rng.random() < _LEFT_OUT and self._sides.candidate.is_trusted:  # only what is replayed leaves any out
             self._sides.fill(list(range(self._sides.batch)))
             self._sides.candidate.leaves_out(self._sides.limit_s)
@@ -226,7 +224,7 @@ class CudaStopwatch:
         net = self._net(reference, count), self._net(candidate, count)
         with span("pairs: clock"):
             mhz, fault = self._clock()
-        if places is not None and places.was_busy():
+        if places.was_busy():
             fault = fault or "shared"
         self._faults[fault] += bool(fault)
         return Pair(*net, waited=float(fault == "shared"), polluted=bool(fault), mhz=mhz)
@@ -277,15 +275,13 @@ class CudaStopwatch:
         return max(_FLOOR_NS, sample.elapsed_ns - self._empty) / count
 
     def _sample(self, session: TimedSide) -> TimedCall:
-        places = self._sides.places
         with self._apart():
             self._sides.bring(session)
         # Of the reference, too: both find the GPU as the same work of ours left it.
         session.poison(None if self._sides.refused else self._sides.batch)
         limit = self._sides.limit_s
         told = session.event(self._slot, limit) if self._sides.refused else session.replay(1, limit)
-        if places is not None:
-            places.look()  # what it left behind: a move would wait for that
+        self._sides.places.look()  # what it left behind: a move would wait for that
         return told
 
     def _timing(self, measured: Measured) -> Timing:

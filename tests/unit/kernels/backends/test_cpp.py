@@ -21,6 +21,7 @@ from kbrl_async.kernels.backends.inline import launch as inline
 from kbrl_async.kernels.backends.inline.build import Build, BuildAttempt
 from kbrl_async.kernels.backends.inline.launch import Extension
 from kbrl_async.kernels.backends.inline.toolchain import toolchain
+from kbrl_async.kernels.backends.inline.ways import ways
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
 from kbrl_async.kernels.funnel import Builder
 from protocols.records import BuildReport, Candidate, Fault, Problem
@@ -361,7 +362,17 @@ def test_what_only_the_full_build_can_is_built(builder: Builder, monkeypatch: py
     source = "torch::Tensor scale(torch::Tensor x, double by) { return torch::nn::functional::relu(x); }"
     report = builder.build(make(source + "// full", '["scale"]'))
     assert report.fault is Fault.OK
-    assert " full: error: " in report.toolchain, "and why the fast build was not enough"
+    (why,) = ways(report.toolchain)
+    assert why.startswith("error: "), "and why the fast build was not enough"
+
+
+def test_each_of_several_extensions_says_how_it_was_built(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that needs torch's own headers is the first: its reason must not be lost behind the other's."""
+    run = ToolRun(0, "", "full", 1.0)
+    monkeypatch.setattr(Build, "full", lambda self, suspects=(): BuildAttempt(b"the full artifact", run))
+    source = SEVERAL.replace("int one() {", "int one() { torch::ones({1}).requires_grad_(true);")
+    report = builder.build(Candidate(source, "cpp"))
+    assert ways(report.toolchain) == ("asks for gradients", "fast")
 
 
 def test_a_constructor_that_compiles_is_recorded_without_a_gpu(builder: Builder) -> None:

@@ -215,6 +215,15 @@ def test_what_a_tuners_budget_leaves_out_is_said_and_not_tried_on_the_bench(tmp_
         assert list(msgspec.msgpack.decode(files[tuning.FILE])) == ["tuned"]
 
 
+def test_tuning_has_its_own_minute_beside_what_a_build_may_take(tmp_path: Path) -> None:
+    farm = CompileFarm(deadline_s=0.05)
+    assert farm.tuning_s == 60.0
+    with Builder(ArtifactStore(tmp_path), farm) as builder:
+        assert build(builder, make(body=TUNED_LAUNCH, head=TUNED)).fault is Fault.OK
+        plain = build(builder, make())
+        assert (plain.fault, plain.message) == (Fault.COMPILE_ERROR, "compiling took longer than 0.05 s")
+
+
 def test_streams_and_events_may_stand_in_annotations(builder: Builder) -> None:
     head = "def side(stream: torch.cuda.Stream | None = None, event: torch.cuda.Event | None = None): ..."
     report = build(builder, make(head=head))

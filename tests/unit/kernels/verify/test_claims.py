@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kbrl_async.kernels.verify.cuda.claims import Claims
+from kbrl_async.kernels.verify.cuda.device_places import BothThere
 from kbrl_async.kernels.verify.cuda.session import TimedCall
 from kbrl_async.kernels.verify.session import CandidateFault
 
@@ -36,7 +37,7 @@ def audited(pairs: Side, audit: Side, refused: str, jitter: float = 0.0) -> Clai
     candidate.replay = candidate.events = audit.replay
     sides: Any = SimpleNamespace(
         refused=refused,
-        places=None,
+        places=BothThere(),
         batch=1,
         limit_s=1.0,
         reference=reference,

@@ -228,7 +228,7 @@ class Pairs(CudaStopwatch):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._sides.refused, self._empty, self.seen = "events", 0.0, set[tuple[bool, bool]]()
-        assert self._sides.places is not None
+        assert self._sides.places.takes_turns
         self.sides, self.places, self.claims, self.pair = self._sides, self._sides.places, self._claims, self._pair
         self.many = self.claims._many
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,13 +118,75 @@ def test_what_is_not_right_is_named(judge: object, old: str, new: str, fault: Fa
     assert (verdict.fault, verdict.rule) == (fault, rule), verdict
 
 
-def test_an_autotuned_kernel_runs_with_one_of_its_configurations(judge: object) -> None:
+TUNED = """
+TUNINGS, LAUNCHES = [], []
+
+def config(block):
+    return triton.Config({"BLOCK": block}, pre_hook=lambda _: LAUNCHES.append(block))
+
+def prune(configs, *_, **__):
+    TUNINGS.append(1)
+    return configs
+
+@triton.autotune([config(32), config(64)], key=["cols"], prune_configs_by={"early_config_prune": prune})
+@triton.jit"""
+LAUNCH = "        softmax_kernel[(rows,)](x, self.weight, out, cols, BLOCK=triton.next_power_of_2(cols))\n"
+TUNED_LAUNCH = """        softmax_kernel[(rows,)](x, self.weight, out, cols)
+        assert len(TUNINGS) == 1, "tuned again"
+        assert set(LAUNCHES) == {softmax_kernel.best_config.kwargs["BLOCK"]}, "another was launched"
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("", ""),
+        ("        softmax_kernel.cache.clear()\n", "tuned again"),
+        (
+            "        tuner = softmax_kernel; tuner.cache = dict.fromkeys(tuner.cache, config(64))\n",
+            "another was launched",
+        ),
+    ],
+)
+def test_an_autotuned_kernel_is_tuned_once_and_keeps_its_configuration(judge: object, more: str, message: str) -> None:
+    """Over all calls; and where it is not so, the test sees it."""
     assert callable(judge)
-    source = changed(
-        "@triton.jit",
-        '@triton.autotune([triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 64})], key=["cols"])\n@triton.jit',
-    ).replace(", BLOCK=triton.next_power_of_2(cols))", ")")
-    assert judge(source).verdict.fault is Fault.OK
+    source = changed(LAUNCH, TUNED_LAUNCH + more).replace("@triton.jit", TUNED)
+    verdict = judge(source).verdict
+    assert (verdict.fault is Fault.OK, message in verdict.message) == (not message, True), verdict
+
+
+LEFT_OUT = """
+import msgspec
+from kbrl_async.kernels.backends.triton import tuning
+from triton import Config
+from triton.runtime.autotuner import Autotuner
+
+class Kernel:
+    arg_names, launched = ["x"], []
+    def run(self, *args, BLOCK, **named):
+        self.launched.append(BLOCK)
+
+def kernel(x): ...
+
+def bench(call, quantiles):
+    call()
+    return [float(fn.launched[-1])] * 3  # the smallest is the fastest
+
+fn, configs = Kernel(), [Config({"BLOCK": size}) for size in (16, 32, 64)]
+fn.fn = kernel
+tuning.only_compiled({tuning.FILE: msgspec.msgpack.encode({"kernel": [str(one) for one in configs[1:]]})})
+tuner = Autotuner(fn, ["x"], configs, [], None, None, do_bench=bench)
+for _ in range(3):
+    tuner.run(1)
+print(fn.launched)
+"""
+
+
+def test_what_the_budget_left_out_is_never_launched_and_the_fastest_of_the_others_is_kept() -> None:
+    """In a process of its own, as Triton's tuner is changed for good."""
+    done = subprocess.run([sys.executable, "-c", LEFT_OUT], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.split("\n")[0] == "[32, 64, 32, 32, 32]", done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("text", ["tl.bfloat16", "torch.bfloat16"])

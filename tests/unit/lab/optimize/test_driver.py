@@ -140,6 +140,24 @@ def test_a_planted_kernel_is_verified_first_and_can_be_told_apart() -> None:
     assert driver.search.tree[0].origin == "L1/01_tanh of runs/one"
 
 
+def test_the_kernel_to_begin_with_is_judged_first_and_shown_with_its_verdict() -> None:
+    driver, engine, verifier = drive(use=lambda driver, _: driver.begin_with("mine\n", "me"), turns=2)
+    assert verifier.sources[0] == "mine\n"
+    assert "mine" in engine.prompts[0]
+    assert "### Feedback: mismatch" in engine.prompts[0]
+    assert driver.search.tree[1].parent == driver.search.start == 0
+
+
+def test_without_a_verdict_of_the_kernel_to_begin_with_there_is_no_search() -> None:
+    """Whatever came of it might be slower."""
+
+    def judge(source: str) -> Result:
+        raise InfraError("the sandbox died")
+
+    with pytest.raises(InfraError, match="the sandbox died"):
+        drive(Verifier(judge), use=lambda driver, _: driver.begin_with("mine\n", "me"))
+
+
 def test_a_fault_of_the_host_is_tried_again_and_then_lost_not_judged() -> None:
     def judge(source: str) -> Result:
         if source.startswith("class ModelNew:  # 2\n"):

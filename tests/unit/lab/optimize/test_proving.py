@@ -7,14 +7,16 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kbrl_async.errors import InfraError, UserError
 from kbrl_async.kernels.funnel import Result
-from kbrl_async.lab.optimize import evidence, proving
+from kbrl_async.lab.optimize import evidence, proving, session
 from kbrl_async.lab.optimize.evidence import Facts, SearchResult
 from kbrl_async.lab.optimize.search import Budget, Search, SearchOptions
 from kbrl_async.lab.optimize.targets import UserModule
+from kbrl_async.lab.optimize.tree import Judgement
 from protocols.records import Candidate, Fault, Problem
 from tests.unit.lab.optimize.making import PROBLEM, result, right, wrong
 
@@ -87,6 +89,75 @@ def test_where_time_is_over_the_best_one_is_still_examined(tmp_path: Path) -> No
 def test_a_kernel_that_does_not_hold_a_second_time_is_not_written(tmp_path: Path) -> None:
     assert prove(tmp_path, "lucky once") is None
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "slower", "winner"),
+    [
+        (("# lo 2.0", "# lo 2.1", "# lo 2.3"), False, 2),  # 2.1 lies within what the first one may be
+        (("# lo 2.0", "# lo 2.1"), False, 0),
+        (("# lo 0.5", "# lo 0.9"), True, 1),
+        (("# lo 0.5", "# lo 0.9"), False, None),
+        (("# lo 0.9", "# lo 0.5"), True, 0),
+        (("wrong", "# lo 2.0", "# lo 2.1"), False, 2),
+    ],
+)
+def test_what_is_written_is_never_slower_than_what_was_there(
+    tmp_path: Path, sources: tuple[str, ...], slower: bool, winner: int | None
+) -> None:
+    """Another takes its place only where its whole interval lies above the first one's speedup, here 1.1 × lo."""
+    path, verifier = tmp_path / "optimized_x.py", Disk(tmp_path, lo_in)
+    proof, _ = proving.prove(texts(*sources), PROBLEM, verifier, path, "c", slower, to_beat=0)
+    assert (None if proof is None else proof.winner.attempt) == winner
+
+
+def test_a_time_that_others_disturbed_is_none_that_another_beats(tmp_path: Path) -> None:
+    def judge(text: str) -> Result:
+        quiet = lo_in(text)
+        assert quiet.timing is not None
+        stopped = "disturbed" if "lo 1.5" in text else "cap"
+        return msgspec.structs.replace(quiet, timing=msgspec.structs.replace(quiet.timing, stopped=stopped))
+
+    path, verifier = tmp_path / "optimized_x.py", Disk(tmp_path, judge)
+    proof, _ = proving.prove(texts("# lo 1.5", "# lo 9.0"), PROBLEM, verifier, path, "c", to_beat=0)
+    assert proof is not None
+    assert proof.winner.attempt == 0
+
+
+def test_where_time_is_over_the_best_one_is_still_compared_with_what_was_there(tmp_path: Path) -> None:
+    path, verifier = tmp_path / "optimized_x.py", Disk(tmp_path, lo_in)
+    named = texts("# lo 1.2", "# lo 3.0", "# lo 4.0")
+    proof, finals = proving.prove(named, PROBLEM, verifier, path, "c", is_over=lambda: True, to_beat=0)
+    assert [final.attempt for final in finals] == [0, 1]
+    assert proof is not None
+    assert proof.winner.attempt == 1
+
+
+def finalists(*los: float, slower: bool = False) -> list[int]:
+    """Numbers of those that are examined again; the first was there."""
+    search = Search(SearchOptions(Budget()), random.Random(0), 0.0)
+    search.begin_with("0", "me", 0.0)
+    search.judged(0, right(los[0]))
+    for number, lo in enumerate(los[1:], start=1):
+        search.plant(f"{number}", "others", 0.0)
+        search.judged(number, right(lo))
+    return [attempt.number for attempt in session.finalists(SearchResult(TARGET, search, FACTS), slower)]
+
+
+def test_what_was_there_is_examined_again_however_slow_it_is() -> None:
+    assert finalists(0.5, 2.0, 3.0, 4.0, 5.0) == [0, 4, 3, 2]
+    assert finalists(3.5, 2.0, 3.0, 4.0) == [0, 3, 2]
+    assert finalists(0.5, 0.6) == []
+    assert finalists(0.5, 0.6, slower=True) == [0, 1]
+
+
+def test_a_source_with_a_docstring_and_imports_of_the_future_is_still_a_module() -> None:
+    source = '"""Mine."""\nfrom __future__ import annotations\n'
+    made = proving.render(TARGET, source, "optimized_x.py", "c", "me", "1.0")
+    names: dict[str, object] = {}
+    exec(compile(made, "made", "exec", dont_inherit=True), names)
+    assert names["__doc__"] == "Mine."
+    assert "\n# Written by me: every line" in made
 
 
 def test_a_proven_kernel_that_is_not_faster_needs_the_flag(tmp_path: Path) -> None:
@@ -171,8 +242,6 @@ def test_without_a_proof_the_errors_of_the_best_attempts_are_shown() -> None:
 
 
 def test_a_disturbed_measurement_is_called_that() -> None:
-    import msgspec
-
     quiet = result(lo=1.0)
     assert quiet.timing is not None
     disturbed = msgspec.structs.replace(quiet, timing=msgspec.structs.replace(quiet.timing, stopped="disturbed"))
@@ -213,6 +282,29 @@ def test_the_author_of_what_was_written_is_named_in_the_file_and_in_the_evidence
 def test_the_written_file_names_options_that_change_arithmetic(source: str, named: bool) -> None:
     made = proving.render(TARGET, source, "x.py", "c", "small", "1.0")
     assert ("Compiled with -Ofast: sums may be reordered" in made.split('"""')[1]) == named
+
+
+@pytest.mark.parametrize(
+    ("judgement", "words"),
+    [
+        (right(2.0), "what the author of mine.py wrote: correct 2.20× [2.00, 2.40]"),
+        (wrong(passed=3), "what the author of mine.py wrote: incorrect, 3 of 10 input sets: no"),
+        (None, "what the author of mine.py wrote: not verified: time"),
+    ],
+)
+def test_what_became_of_the_kernel_to_begin_with_is_told(judgement: Judgement | None, words: str) -> None:
+    search = Search(SearchOptions(Budget()), random.Random(0), 0.0)
+    assert evidence.began_with(search) == ""
+    search.begin_with("mine", "the author of mine.py", 0.0)
+    if judgement is None:
+        search.lost(0, "not verified: time")
+    else:
+        search.judged(0, judgement)
+    assert evidence.began_with(search) == words
+    found = SearchResult(TARGET, search, FACTS, proving.Proof("x.py", proving.Final(0, result(), "")))
+    assert f"| began with | {words} |" in evidence.markdown(found)
+    assert evidence.document(found)["began_with"] == 0
+    assert evidence.conclusion(found).endswith("Nothing faster was found than the kernel to begin with.")
 
 
 def test_a_kernel_that_was_taken_from_elsewhere_is_marked_in_the_tree() -> None:

@@ -142,6 +142,24 @@ def test_cheating_is_not_refined() -> None:
         assert answer(state, f"{number}", wrong("cheating")).parent is None
 
 
+def test_a_kernel_to_begin_with_is_judged_before_anything_is_asked_for_and_then_refined() -> None:
+    state = search()
+    begun = state.begin_with("mine", "me", 100.0)
+    assert state.needs_verdict(begun)
+    assert state.ask(100.0) is None
+    assert not state.stopped
+    state.judged(begun.number, wrong())
+    assert answer(state, "better", right(2.0)).parent == begun.number
+
+
+@pytest.mark.parametrize("options", [{"max_turns": 1}, {}])
+def test_a_kernel_to_begin_with_is_not_shown_where_there_are_no_turns_or_it_cheats(options: dict[str, int]) -> None:
+    state = search(**options)
+    begun = state.begin_with("mine", "me", 100.0)
+    state.judged(begun.number, right(2.0) if options else wrong("cheating"))
+    assert [answer(state, f"{number}", wrong("cheating")).parent for number in range(5)] == [None] * 5
+
+
 def tree_of(*judgements: Judgement) -> Tree:
     tree = Tree()
     for number, judgement in enumerate(judgements):

@@ -50,6 +50,16 @@ def test_counters_are_taken_over() -> None:
     assert made["groups_add_up"] is True
 
 
+def test_why_extensions_were_not_built_the_fast_way_is_counted_and_shown() -> None:
+    """Of held-out answers, too; equal reasons together, the commonest first."""
+    ways = [("fast",), ("symbol a",), ("fast", "asks for gradients"), ("asks for gradients",), ()]
+    made = built([stats(built=way) for way in ways], heldout_before=[stats(built=("symbol a",))] * 2)
+    assert made["extensions"] == 6
+    assert list(made["built_in_full"].items()) == [("symbol a", 3), ("asks for gradients", 2)]
+    assert "of 6 answers with extensions: 3 symbol a, 2 asks for gradients" in printed(made)
+    assert "built in full" not in printed(built([stats(built=("fast",))]))
+
+
 def test_counters_that_do_not_add_up_are_not_hidden() -> None:
     lost = RunCounters(
         groups_admitted=11, groups_trained=6, groups_filtered=2, groups_dropped_stale=1, groups_failed=1, rollouts=0,

@@ -7,6 +7,7 @@ import pytest
 
 from kbrl_async.rollouts.stats import RolloutStats
 from kbrl_async.runs.telemetry import training_metrics
+from tests.records import stats
 
 FAST = RolloutStats(
     problem_id="L1/a", level=1, reward=1.0, format=True, compiled=True, correct=True, speedup=4.0,
@@ -47,6 +48,12 @@ def test_workloads_are_counted_where_a_problem_has_several() -> None:
     several = [msgspec.structs.replace(BROKEN, workload_share=share) for share in (1.0, 0.5)]
     assert training_metrics.outcome_rates([*several, BROKEN])["workload_rate"] == 0.75
     assert "workload_rate" not in training_metrics.outcome_rates([BROKEN])
+
+
+def test_of_answers_with_extensions_those_are_counted_that_were_built_in_full() -> None:
+    rollouts = [stats(built=built) for built in ((), ("fast",), ("fast", "symbol a"), ("fast",), ("fast",))]
+    assert training_metrics.scalars(rollouts)["batch/full_build_rate"] == 0.25
+    assert "batch/full_build_rate" not in training_metrics.scalars([stats()])
 
 
 def test_without_a_correct_kernel_there_is_no_speedup() -> None:
