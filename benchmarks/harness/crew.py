@@ -42,7 +42,7 @@ class CrewTask(NamedTuple):
 
 
 class Crew(NamedTuple):
-    """How a list is worked through. One worker: in this process, without patience."""
+    """How a list is worked through. One worker: in this process, without patience, unless it `is_apart`."""
 
     jobs: int = 1
     seconds: float = 3600.0
@@ -52,6 +52,8 @@ class Crew(NamedTuple):
     again: Collection[str] = ()
     is_together: bool = False
     """The first task is begun when every worker is ready."""
+    is_apart: bool = False
+    """One worker is a process as well."""
 
     def run(self, tasks: Sequence[CrewTask], start: Start) -> Iterator[Result]:
         """Rows that count: those of before, then new ones as they come. A row has `name` and `state`."""
@@ -62,7 +64,7 @@ class Crew(NamedTuple):
         left = [task for task in tasks if task.name not in kept]
         with (self.out or Path(os.devnull)).open("ab", buffering=0) as lines:
             lines.write(b"\n" if known else b"")  # behind a line that was cut off
-            for row in self._alone(left, start) if self.jobs == 1 else self._several(left, start):
+            for row in self._alone(left, start) if self.jobs == 1 and not self.is_apart else self._several(left, start):
                 lines.write(msgspec.json.encode(row) + b"\n")
                 yield row
 
