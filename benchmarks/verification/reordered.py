@@ -7,12 +7,14 @@
     norm, softmax, loss, attention ─▶ torch's own decomposition, whose sums and products are as above
 
 Types stay as they are; what is narrower than fp32 is added up in fp32 and rounded once, as the library does it. What
-adds nothing up, and recurrent layers that the library does in one step, are as they were.
+adds nothing up is as it was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -65,6 +67,19 @@ class Reordered(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
         return func(*args, **given) if found is NotImplemented else found
 
 
+@contextlib.contextmanager
+def step_by_step(model: torch.nn.Module) -> Iterator[None]:
+    """Recurrent layers are made of operators, which the library else does in one."""
+    if not any(isinstance(one, torch.nn.RNNBase) for one in model.modules()):
+        yield
+        return
+    with warnings.catch_warnings(), contextlib.ExitStack() as off:
+        warnings.simplefilter("ignore")  # torch sets flags of GPUs that are not there
+        for library in (torch.backends.mkldnn, torch.backends.cudnn):
+            off.enter_context(library.flags(enabled=False))
+        yield
+
+
 # ── products ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -106,16 +121,14 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
     return None if found is None else found.squeeze(0)
 
 
-def _convolution(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any
-) -> torch.Tensor | None:
+def _convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor | None:
     """One half of the weights is zero in each of two."""
     is_transposed, groups = how[3], how[5]
     half = _half(weight, is_transposed, groups)
     if half is None or not _adds(x):
         return None
     wide, weights = _wide(x), _wide(weight)
-    found = _aten.convolution.default(wide, weights * ~half, None, *how)
+    found: torch.Tensor = _aten.convolution.default(wide, weights * ~half, None, *how)
     found += _aten.convolution.default(wide, weights * half, None, *how)
     if bias is not None:
         found += bias.view(-1, *[1] * (weight.dim() - 2))
@@ -225,7 +238,7 @@ def _attention(like: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
         scores += mask
     if given.get("is_causal"):
         scores.masked_fill_(torch.ones_like(scores[0, 0], dtype=torch.bool).triu_(1), -math.inf)
-    return torch.empty_like(like).copy_(scores.softmax(-1) @ value)
+    return torch.empty_like(like).copy_(_aten._safe_softmax.default(scores, -1) @ value)
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
