@@ -147,6 +147,7 @@ def trying(device: str, memory_share: float, _number: int, _jobs: int) -> Iterat
     )
     quick = msgspec.structs.replace(options, reference_deadline_s=_CUT_CALL_S)
     torch.set_grad_enabled(False)
+    torch.set_num_threads(1)  # as a reference's process has it
     with here.zygote(()) as zygote:
         here.open(memory_share)
         of_own_size, of_cut = (References(zygote, each, random.Random(0), here) for each in (options, quick))
@@ -212,9 +213,8 @@ def _family(
     if problem is not None:
         return references.get(problem), problem.name
     whole = load_file(given.path, shapes=device.type if device.type == "cpu" else "gpu")
-    tries = list(cuts(whole.source, given.cut)) if given.cut else []
-    failed = ProblemError("no size was found that could be cut")
-    for way, text in tries or [("", whole.source)]:
+    failed = ProblemError("it has no source")
+    for way, text in [*(cuts(whole.source, given.cut) if given.cut else ()), ("", whole.source)]:
         problem = msgspec.structs.replace(whole, source=text, name=way)
         try:
             family = references.get(problem)
