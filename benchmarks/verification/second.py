@@ -51,13 +51,13 @@ _AS_DRAWN = 2
 """Sets that are nominal whatever the reference takes."""
 
 
-class Given(NamedTuple):
+class SecondTry(NamedTuple):
     path: Path
     way: Way
     cut: int
 
 
-class Answered(msgspec.Struct):
+class SecondAnswer(msgspec.Struct):
     """What a second implementation was found to be."""
 
     sets: int = 0
@@ -119,7 +119,7 @@ def _tasks(folder: Path, ways: Sequence[Way], cut: int, compiled_share: float, o
     drawn = random.Random(0).sample(known, round(compiled_share * len(known)))
     known.sort(key=lambda one: input_bytes(one[1]))
     return [
-        CrewTask(f"{name} {way}", Given(path, way, cut))
+        CrewTask(f"{name} {way}", SecondTry(path, way, cut))
         for name, path in known
         for way in ways
         if way != "compiled" or (name, path) in drawn
@@ -155,7 +155,7 @@ def trying(device: str, memory_share: float, _number: int, _jobs: int) -> Iterat
             found: dict[Path, Problem] = {}
             generation = zygote.generation
 
-            def tried(given: Given) -> Result:
+            def tried(given: SecondTry) -> Result:
                 nonlocal generation
                 references = of_cut if given.cut else of_own_size
                 zygote.start()
@@ -174,7 +174,7 @@ def trying(device: str, memory_share: float, _number: int, _jobs: int) -> Iterat
             yield tried
 
 
-def _tried(given: Given, references: References, found: dict[Path, Problem], device: torch.device) -> Result:
+def _tried(given: SecondTry, references: References, found: dict[Path, Problem], device: torch.device) -> Result:
     """Whatever it is, it is a row and no exception."""
     way_cut = ""
     try:
@@ -203,7 +203,7 @@ def _tried(given: Given, references: References, found: dict[Path, Problem], dev
 
 
 def _family(
-    given: Given, references: References, found: dict[Path, Problem], device: torch.device
+    given: SecondTry, references: References, found: dict[Path, Problem], device: torch.device
 ) -> tuple[Family, str]:
     """The references of the problem, and how it was cut: the first way that its reference takes.
 
@@ -226,9 +226,9 @@ def _family(
     raise failed
 
 
-def answered(reference: Reference, way: Way, device: torch.device, workload: str = "") -> Answered:
+def answered(reference: Reference, way: Way, device: torch.device, workload: str = "") -> SecondAnswer:
     """By every set of one reference."""
-    told = Answered(sets=len(reference.sets), kinds=[one.name for one in reference.sets])
+    told = SecondAnswer(sets=len(reference.sets), kinds=[one.name for one in reference.sets])
     with _switched(way):
         call = _called(way, _model(reference, device), told)
         for number, one in enumerate(reference.sets):
@@ -272,7 +272,7 @@ def _there(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def _called(way: Way, model: torch.nn.Module, told: Answered) -> Callable[..., Any]:
+def _called(way: Way, model: torch.nn.Module, told: SecondAnswer) -> Callable[..., Any]:
     if way == "compiled":
         return _compiled(model, told)
     if way != "reordered":
@@ -288,7 +288,7 @@ def _called(way: Way, model: torch.nn.Module, told: Answered) -> Callable[..., A
     return call
 
 
-def _compiled(model: torch.nn.Module, told: Answered) -> Callable[..., Any]:
+def _compiled(model: torch.nn.Module, told: SecondAnswer) -> Callable[..., Any]:
     """Afresh, and without a pool of compilers beside this process."""
     import torch._inductor.config
     import torch._inductor.metrics
