@@ -207,22 +207,23 @@ def _family(
 ) -> tuple[Family, str]:
     """The references of the problem, and how it was cut: the first way that its reference takes.
 
-    :raises ProblemError: it takes none; of its last one.
+    :raises ProblemError: it takes none; of its first one.
     """
     problem = found.get(given.path)
     if problem is not None:
         return references.get(problem), problem.name
     whole = load_file(given.path, shapes=device.type if device.type == "cpu" else "gpu")
-    failed = ProblemError("it has no source")
+    failed: ProblemError | None = None
     for way, text in [*(cuts(whole.source, given.cut) if given.cut else ()), ("", whole.source)]:
         problem = msgspec.structs.replace(whole, source=text, name=way)
         try:
             family = references.get(problem)
         except ProblemError as error:
-            failed = error
+            failed = failed or error
             continue
         found[given.path] = problem
         return family, way
+    assert failed is not None, "its own size was tried"
     raise failed
 
 

@@ -148,6 +148,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.long
 def test_each_problem_is_a_row_and_a_bad_one_is_no_exception(tmp_path: Path) -> None:
     for name, text in PROBLEMS.items():
         (tmp_path / name).mkdir()
