@@ -50,7 +50,7 @@ Take = Callable[[int], CrewTask | None]
 
 
 class Crew(NamedTuple):
-    """How a list is worked through. One worker: in this process, without patience."""
+    """How a list is worked through. One worker: in this process, without patience, unless it `is_apart`."""
 
     jobs: int = 1
     seconds: float = 3600.0
@@ -60,6 +60,8 @@ class Crew(NamedTuple):
     again: Collection[str] = ()
     is_together: bool = False
     """The first task is begun when every worker is ready."""
+    is_apart: bool = False
+    """One worker is a process as well."""
 
     def run(self, tasks: Sequence[CrewTask], start: Start, take: Take | None = None) -> Iterator[Result]:
         """Rows that count: those of before, then new ones as they come. A row has `name` and `state`.
@@ -73,9 +75,10 @@ class Crew(NamedTuple):
             return
         take = take or _in_turn(left)
         with (self.out or Path(os.devnull)).open("ab", buffering=0) as lines:
-            lines.write(b"\n" if lines.tell() else b"")  # behind a line that was cut off
-            jobs = min(self.jobs, len(left))
-            for row in self._alone(take, start) if self.jobs == 1 else self._several(jobs, take, start):
+            lines.write(b"
+" if lines.tell() else b"")  # behind a line that was cut off
+            jobs, is_alone = min(self.jobs, len(left)), self.jobs == 1 and not self.is_apart
+            for row in self._alone(take, start) if is_alone else self._several(jobs, take, start):
                 lines.write(msgspec.json.encode(row) + b"\n")
                 yield row
 

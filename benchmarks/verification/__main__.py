@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Annotated, Literal, Protocol
 
 from benchmarks.harness import CORES, Commands, Result
-from benchmarks.verification import corpus, extensions, itself, lanes, level4, mix, sizes, sources
+from benchmarks.verification import corpus, extensions, itself, lanes, level4, mix, second, sizes, sources
 from benchmarks.verification.cuda_candidates import CPP, CUDA, NEED_FULL
 from kbrl_async.kernels.funnel import Verifier, VerifyOptions
 from kbrl_async.kernels.settings import CompileFarm, TimingBench
@@ -33,6 +33,7 @@ commands(corpus.honest)
 commands(corpus.hostile)
 commands(corpus.adapt)
 commands(sizes.sizes)
+commands(second.second)
 commands(level4.models)
 commands(sources.sources)
 commands(extensions.build)

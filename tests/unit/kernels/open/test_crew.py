@@ -45,6 +45,12 @@ def test_a_worker_that_dies_costs_one_task(tmp_path: Path) -> None:
     assert rows_of(out).keys() == found.keys()
 
 
+def test_one_worker_may_be_apart_and_a_silent_one_costs_one_task(tmp_path: Path) -> None:
+    tasks = [CrewTask("silent", str(tmp_path / "pid")), CrewTask("one", "one")]
+    found = {row["name"]: row["state"] for row in Crew(patience_s=1.0, is_apart=True).run(tasks, start)}
+    assert found == {"silent": "host", "one": "ok"}
+
+
 def ask_for_ever(place: str) -> None:
     list(Crew(2).run([CrewTask("for ever", place), CrewTask("one", "one")], start))
 
