@@ -118,6 +118,12 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "trains at a model's shape for minutes: tests/e2e/test_rehearse.py": (
         "kbrl rehearse --model ./toy --length 400:1.3 max_steps=3 batch_size=2 group_size=4 level=1",
         "kbrl rehearse --model Qwen2.5-7B --length 4000:1.6 --config model.yaml max_steps=20 --price H200=3.5",
+        "kbrl rehearse --model Qwen2.5-7B --length 1200:1.4 --price H200=3.5 lora_rank=32 max_steps=20 "
+        "batch_size=4 group_size=4 level=1 max_tokens=7168 placement=one_gpu backend=cuda-nvrtc "
+        "sampler.engine=vllm sampler.slots=64 sampler.memory_share=.3 sampler.compile=false "
+        "learner.token_budget=8192 learner.memory_gb=45 learner.epochs=1 learner.minibatches=1 "
+        "learner.checkpoint_every=50 learner.keep_checkpoints=1 processes.timing_bench=2 "
+        "timing_bench.memory_share=.24 timing_bench.shares_with=[sampler,learner,timing_bench]",
         "kbrl rehearse --model Qwen3-8B --length 1000:1.3 lora_rank=0 placement=split "
         "learner.processes=2 learner.shard=true learner.optimizer=adamw "
         "learner.token_budget=16384 learner.epochs=1 learner.minibatches=1 "

@@ -219,7 +219,10 @@ def show(found: RehearsalFindings, config: Config, args: argparse.Namespace) -> 
 
 
 def _lines(found: RehearsalFindings, config: Config, args: argparse.Namespace) -> list[str]:
-    predicted = ", ".join(f"{name} {size:.1f}" for name, size in found.predicted_gb.items())
+    predicted = ", ".join(
+        f"{name} {'at least ' if name.startswith(layout.BENCHES) else ''}{size:.1f}"
+        for name, size in found.predicted_gb.items()
+    )
     machine = machine_of(config, "")
     bill = cost.bill(found.hours, machine, cost.prices(config, args.price))
     began = [f"{what} after {s:.0f} s" for what, s in

@@ -260,16 +260,32 @@ class Zygote:
 
 
 def _folders_of(modules: tuple[str, ...]) -> list[str]:
-    """Where modules lie that neither are ours nor installed: a user's own file, on this process's path only."""
-    folders = []
+    """Where modules lie that a child would not find: a user's own file, what `pip install --target` or `--user` put."""
+    folders, found_anyway = [], _own_folders()
     for name in dict.fromkeys(module.partition(".")[0] for module in modules):
         spec = importlib.util.find_spec(name)
         if spec is None or not spec.origin:
             continue
         folder = Path(spec.origin).parent.parent if spec.submodule_search_locations else Path(spec.origin).parent
-        if not any(folder.resolve().is_relative_to(known) for known in interpreter_paths()):
+        if folder.resolve() not in found_anyway:
             folders.append(str(folder))
     return folders
+
+
+def _own_folders() -> set[Path]:
+    """On the path of every process of this interpreter: its site-packages, and behind them what their `.pth` files add.
+
+    Not a user's: a child has another home. Named once more, what stands behind would come before site-packages.
+    """
+    sites = _resolved(*site.getsitepackages(), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    path = [Path(entry).resolve() for entry in sys.path]
+    first = next((at for at, folder in enumerate(path) if folder in sites), len(path))
+    named = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return sites | ({*path[first:]} - _resolved(*named, site.getusersitepackages()))
+
+
+def _resolved(*paths: str) -> set[Path]:
+    return {Path(path).resolve() for path in paths}
 
 
 def _environment(threads: int, modules: tuple[str, ...] = ()) -> dict[str, str]:

@@ -60,7 +60,7 @@ class RehearsalFindings(msgspec.Struct, frozen=True):
     learner_gb: float
     """Most memory: of the GPU's allocator, or resident."""
     predicted_gb: dict[str, float]
-    """By tenant."""
+    """By tenant; of a bench the least."""
     processes: list[ProcessUse]
     bottleneck: str
     """The stage that is busy most; empty before the first update."""

@@ -42,6 +42,8 @@ PROMPT_TOKENS = 1024
 """Of a problem's prompt, where nobody has said."""
 BENCH = 6 * GB
 """At least: small problems' input sets, both sides' outputs and contexts."""
+BENCHES = ("timing_bench", "verifier")
+"""Processes that take what others leave them, up to `timing_bench.memory_share`: their prediction is the least."""
 VLLM_BESIDE = 4 * GB
 """CUDA graphs, activations and adapters of vLLM, beside weights and KV cache."""
 
@@ -126,7 +128,7 @@ def tenants(config: Config, shape: ModelShape, capacity: float | None) -> list[T
             first = placement.assigned(config, "sampler", number)[0]
             found.append(Tenant(f"sampler.{number + 1}", range(first, first + each), held))
     if capacity is not None and runs_on_gpu(config.backend):
-        for name in ("timing_bench", "verifier"):
+        for name in BENCHES:
             for number in range(getattr(config.processes, name)):
                 at = placement.assigned(config, name, number)
                 found.append(Tenant(f"{name}.{number + 1}", at, Footprint({"problems": BENCH})))
@@ -216,7 +218,7 @@ def _misfit(config: Config, here: Sequence[Tenant], total: float, limit: float, 
 
 
 def _cure(config: Config, name: str, part: str) -> str:
-    if name.startswith(("timing_bench", "verifier")):
+    if name.startswith(BENCHES):
         return "Give the bench a GPU of its own: placement=two_gpus or split"
     if name.startswith("sampler"):
         if part in ("weights", "versions") and config.sampler.engine == "transformers":

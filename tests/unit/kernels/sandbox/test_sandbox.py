@@ -6,6 +6,9 @@ import contextlib
 import os
 import shutil
 import signal
+import site
+import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -235,18 +238,74 @@ def test_libraries_that_a_pth_file_adds_may_be_read(tmp_path: Path, monkeypatch:
     assert str(tmp_path) not in client.interpreter_paths()
 
 
-def test_libraries_that_pythonpath_alone_names_are_there_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`pip install --target`: no zygote started, and no message said why."""
-    with tempfile.TemporaryDirectory() as libraries, tempfile.TemporaryDirectory() as own:
-        os.chmod(libraries, 0o755)  # a child is another user
-        Path(libraries, "some_library.py").touch()
-        asks = "def main(channel, payload, fds, isolation):\n    import some_library\n    channel.send(b'there')\n"
-        Path(own, "asks.py").write_text(asks)
-        monkeypatch.syspath_prepend(own)
-        monkeypatch.syspath_prepend(libraries)
+ASKS = """\
+def main(channel, payload, fds, isolation):
+    try:
+        import some_library
+    except ImportError:
+        channel.send(b"missing")
+    else:
+        channel.send(some_library.__file__.encode())
+"""
+
+
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for libraries, `some_library` the one that shows where all are; what a child says is on the path."""
+    with tempfile.TemporaryDirectory() as made:
+        os.chmod(made, 0o755)  # a child is another user
+        own = Path(made, "own")
+        own.mkdir()
+        (own / "asks.py").write_text(ASKS)
+        monkeypatch.syspath_prepend(str(own))
         monkeypatch.setattr(client, "LIBRARIES", ("some_library",))
-        with Zygote(("asks",), profile="tool") as zygote:
-            child = zygote.spawn("asks:main", b"", (), None, Access())
-            with contextlib.closing(child):
-                child.channel.settimeout(30.0)
-                assert child.channel.recv(64) == b"there"
+        yield Path(made)
+
+
+def holding(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "some_library.py").touch()
+    return folder
+
+
+def seen_by_a_child() -> str:
+    """Where it finds `some_library`."""
+    with Zygote(("asks",), profile="tool") as zygote:
+        child = zygote.spawn("asks:main", b"", (), None, Access())
+        with contextlib.closing(child):
+            child.channel.settimeout(30.0)
+            return child.channel.recv(4096).decode()
+
+
+@pytest.mark.parametrize("name", ["libraries", "site-packages"])
+def test_libraries_that_pythonpath_alone_names_are_there_in_a_child(
+    folders: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install --target`, into whatever folder: no zygote started, and no message said why."""
+    libraries = holding(folders / "target" / name)
+    monkeypatch.syspath_prepend(str(libraries))
+    assert seen_by_a_child() == str(libraries / "some_library.py")
+
+
+def test_so_they_are_behind_site_packages_that_pythonpath_names_too(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries = str(holding(folders / "target" / "site-packages"))
+    monkeypatch.setattr(sys, "path", [*sys.path, libraries])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([sysconfig.get_path("purelib"), libraries]))
+    assert seen_by_a_child() == os.path.join(libraries, "some_library.py")
+
+
+def test_a_users_own_site_packages_are_there_in_a_child_whose_home_is_another(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries = str(holding(folders / "user" / "site-packages"))
+    monkeypatch.setattr(sys, "path", [*sys.path, libraries])
+    monkeypatch.setattr(site, "getusersitepackages", lambda: libraries)
+    assert seen_by_a_child() == os.path.join(libraries, "some_library.py")
+
+
+def test_what_a_pth_file_adds_is_not_put_before_site_packages(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child has it of that file, in its place: older libraries there would hide those of site-packages."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(holding(folders / "shared" / "site-packages"))])
+    assert seen_by_a_child() == "missing", "no .pth file names it here"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -217,6 +218,13 @@ def test_figures_are_those_of_the_run() -> None:
     sampler = next(p for p in it.processes if p.name == "sampler.1")
     assert (sampler.busy, sampler.tokens_per_s) == (pytest.approx(0.5), pytest.approx(100))
     assert it.hours == pytest.approx(it.between_s * 1000 / 3600)
+
+
+def test_what_a_bench_takes_is_said_to_be_the_least(capsys: pytest.CaptureFixture[str]) -> None:
+    told = found({"sampler.1": 0.5}, Config())
+    told = msgspec.structs.replace(told, predicted_gb={"learner": 43.0, "timing_bench.1": 6.0})
+    rehearse.show(told, Config(), argparse.Namespace(model="some", price=[]))
+    assert "predicted, GB: learner 43.0, timing_bench.1 at least 6.0" in capsys.readouterr().out
 
 
 def test_a_run_that_ended_before_its_first_update_still_says_who_did_what() -> None:
