@@ -75,8 +75,7 @@ class Crew(NamedTuple):
             return
         take = take or _in_turn(left)
         with (self.out or Path(os.devnull)).open("ab", buffering=0) as lines:
-            lines.write(b"
-" if lines.tell() else b"")  # behind a line that was cut off
+            lines.write(b"\n" if lines.tell() else b"")  # behind a line that was cut off
             jobs, is_alone = min(self.jobs, len(left)), self.jobs == 1 and not self.is_apart
             for row in self._alone(take, start) if is_alone else self._several(jobs, take, start):
                 lines.write(msgspec.json.encode(row) + b"\n")
