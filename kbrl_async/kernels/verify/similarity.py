@@ -3,6 +3,7 @@
 ::
 
     forward ─▶ what it reaches: methods, submodules' constructors, module-level functions and classes
+            ─▶ last the classes and functions that any of their methods names: a module may be made and appended there
             ─▶ each with its names numbered in order of use, library names written out, docstrings and types left out
 
 Equal texts of `Model` and `ModelNew` mean that the candidate computes the very same operators. One that keeps the
@@ -75,6 +76,20 @@ class _Program:
             node = self.defined.get(node.id)
         return node
 
+    def named(self, node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+        """The module's definitions that are named there, or by a value that is: `act = Own()`. `super(Own, self)` says
+        nothing.
+        """
+        names, seen = _names(node), set[str]()
+        while names:
+            name = names.pop(0)
+            if name in seen or (found := self.defined.get(name)) is None:
+                continue
+            seen.add(name)
+            yield name, found
+            if not isinstance(found, (ast.ClassDef, ast.FunctionDef)):
+                names += _names(found)
+
     def methods(self, owner: ast.ClassDef) -> dict[str, ast.FunctionDef]:
         """Its own, and those of bases in this module."""
         if owner in self._methods:  # asked once each: bases of bases, each named twice, would be asked for 2ⁿ times
@@ -87,6 +102,12 @@ class _Program:
         found.update({item.name: item for item in owner.body if isinstance(item, ast.FunctionDef)})
         self._methods[owner] = found
         return found
+
+
+def _names(node: ast.AST) -> list[str]:
+    calls = [call for call in ast.walk(node) if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)]
+    of_super = {id(given) for call in calls if ast.unparse(call.func) == "super" for given in call.args}
+    return [one.id for one in ast.walk(node) if isinstance(one, ast.Name) and id(one) not in of_super]
 
 
 def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
@@ -112,7 +133,7 @@ class _NormalWriter:
 
     def write(self, entry: ast.ClassDef) -> Iterator[str]:
         self.refer("class", entry.name, entry, entry)
-        for node, owner in self.queue:  # grows while it is read
+        for place, (node, owner) in enumerate(self.queue):  # grows while it is read
             if isinstance(node, ast.ClassDef):
                 methods = self.program.methods(node)
                 forward = methods.get("forward")
@@ -120,6 +141,19 @@ class _NormalWriter:
                 yield "class " + " ".join(self.body(part, node) for part in parts)
             else:
                 yield self.body(node, owner)
+            if place == len(self.queue) - 1:
+                self._refer_others()
+
+    def _refer_others(self) -> None:
+        """What methods of the classes so far name, and nothing has led to: a block that a loop appends, or a local name
+        has. It may be all that a candidate has of its own.
+        """
+        reached = {id(node) for node, _ in self.queue}
+        classes = [node for node, _ in self.queue if isinstance(node, ast.ClassDef)]
+        for method in (method for owner in classes for method in self.program.methods(owner).values()):
+            for name, found in self.program.named(method):
+                if isinstance(found, (ast.ClassDef, ast.FunctionDef)) and id(found) not in reached:
+                    self.refer("module", name, found, None)
 
     def refer(self, space: str, name: str, node: ast.AST, owner: ast.ClassDef | None) -> str:
         key = f"{space}:{name}"

@@ -114,3 +114,53 @@ def test_the_same_short_forward_over_an_own_submodule_is_no_copy() -> None:
     own += "class OwnReLU(nn.Module):\n    def forward(self, x):\n        return kernel(x)\n"
     assert copied_reference(short, short.replace("class Model", "class ModelNew"))
     assert copied_reference(short, own) == ""
+
+
+NETWORK = """
+import torch.nn as nn
+
+class Block(nn.Module):
+    def __init__(self, n):
+        super(Block, self).__init__()
+        self.linear = nn.Linear(n, n)
+
+    def forward(self, x):
+        out = self.linear(x)
+        out += x
+        return out
+
+class Model(nn.Module):
+    def __init__(self, n, layers):
+        super(Model, self).__init__()
+        block = Block
+        self.first = self._make_layer(block, n, layers)
+        self.rest = nn.ModuleList()
+        for _ in range(layers):
+            self.rest.append(block(n))
+
+    def _make_layer(self, block, n, layers):
+        return nn.Sequential(*[block(n) for _ in range(layers)])
+
+    def forward(self, x):
+        x = self.first(x)
+        for one in self.rest:
+            x = one(x)
+        return x
+"""
+COPY = NETWORK.replace("class Model(", "class ModelNew(").replace("super(Model,", "super(ModelNew,")
+APPENDED = COPY.replace("        block = Block\n", "").replace("block(n))", "Block(n))")
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        COPY.replace("out += x", "out = kernel(out, x)"),
+        APPENDED.replace("out += x", "out = kernel(out, x)"),
+        COPY.replace("nn.Sequential(*[block(n)", "nn.Sequential(Own(), *[block(n)") + "\nclass Own: ...\n",
+        COPY.replace("append(block(n))", "append(own)") + "\nclass Own: ...\nown = Own()\n",
+    ],
+)
+def test_a_block_of_its_own_that_a_local_name_or_a_loop_brings_in_is_no_copy(own: str) -> None:
+    """An honest network was accused: the addition in its blocks was its own kernel."""
+    assert copied_reference(NETWORK, COPY), "the copy is one"
+    assert copied_reference(NETWORK, own) == ""
