@@ -212,7 +212,7 @@ triton_softmax.triton_softmax(x) | torch.softmax(x, 1) | R
 square_matrix.square(x) | x * x | S
 swiglu_triton.swiglu_forward(x, y)[2] | F.silu(x) * y | R R
 triton_argmax.argmax(x, dim=1) | torch.argmax(x, 1) | R
-triton_conv2d_fwd.conv2d_forward(x, y, 3, 3, 1, 1, 1, 1, 1, fp16=True) | F.conv2d(x, y, None, 1, 1) | HI HE
+triton_conv2d_fwd.conv2d_forward(x, y, 3, 3, 1, 1, 1, 1, 1, fp16=True) | F.conv2d(x.float(), y.float(), None, 1, 1) | HI HE
 triton_linear_activation.linear_layer(x, y, z) | F.linear(x, y, z) | HS HT HV
 triton_matmul.matmul(x, y) | x @ y | HS HT
 triton_mul2.triton_mul2(x, BLOCK_SIZE=1024) | x * 2 | V
@@ -279,8 +279,11 @@ _INPUTS = {
     "GC": "F.logsigmoid(torch.randn(2, 64, 4))", "GD": "F.logsigmoid(torch.randn(2, 256, 4))",
     "LP": "torch.log_softmax(torch.randn(512, 1024), -1)", "PR": "torch.softmax(torch.randn(512, 1024), -1)",
 }  # fmt: skip
-_WIDE_ONLY = {"sin_kernel.call_kernel", "softmax_optimize.softmax", "ops/utils/logsumexp.logsumexp_fwd"}
-"""Functions of Triton's that take no half precision, and one whose answer is fp32 whatever it is given."""
+_WIDE_ONLY = {
+    "sin_kernel.call_kernel", "softmax_optimize.softmax", "ops/utils/logsumexp.logsumexp_fwd",
+    "ops/utils/softmax.softmax_fwd", "matmul_triton1.matmul", "logsumexp_fwd.logsumexp_fwd", "relu_triton_kernel.relu",
+}  # fmt: skip
+"""Two functions that take no half precision, and those whose answer is fp32 whatever they are given."""
 _PROBLEM = """
 import torch
 import torch.nn as nn

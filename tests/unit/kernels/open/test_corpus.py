@@ -214,6 +214,30 @@ def test_what_each_table_poses_is_a_problem(tmp_path: Path) -> None:
         parse_problem(one.problem, "L0/posed")
 
 
+@pytest.mark.parametrize(
+    ("table", "name"),
+    [
+        (posed.FLA, "ops-utils-softmax-softmax_fwd"),
+        (posed.TRITONBENCH, "matmul_triton1-matmul-2"),
+        (posed.TRITONBENCH, "logsumexp_fwd-logsumexp_fwd"),
+        (posed.TRITONBENCH, "relu_triton_kernel-relu"),
+    ],
+)
+def test_what_answers_in_fp32_whatever_it_is_given_is_posed_in_fp32_alone(table: str, name: str) -> None:
+    """Five of twelve refusals on a GPU were of our own making."""
+    names = {one.name for one in posed.posed(table)}
+    assert name in names
+    assert f"{name}-half" not in names
+
+
+def test_a_convolution_of_halves_that_answers_in_fp32_has_such_a_reference() -> None:
+    (one,) = (one for one in posed.posed(posed.TRITONBENCH) if one.module == "triton_conv2d_fwd")
+    model: dict[str, Any] = {}
+    exec(one.problem, model)
+    halves = torch.ones(1, 2, 4, 4).half(), torch.ones(3, 2, 3, 3).half()
+    assert model["Model"]()(*halves).dtype is torch.float32
+
+
 def test_a_task_is_posed_with_its_first_configuration(tmp_path: Path) -> None:
     task = tmp_path / "tasks" / "scale"
     task.mkdir(parents=True)
