@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.harness.crew import rows_of
 from benchmarks.verification import adapters, corpus, posed
