@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kbrl_async.kernels.backends.launch.stand_ins import StandIns
+
 _now = time.thread_time_ns  # CPU time of this thread: others on the core must not look like a slow kernel
 
 
@@ -34,6 +36,8 @@ class LaunchCounter:
         """While a CUDA graph is captured: how many nodes it has by now."""
         self.spans: list[tuple[int, int]] = []
         """First and last+1 of the nodes that each launch made there."""
+        self.stand_ins: StandIns | None = None
+        """What the results of functions were while recording, and what those give instead that are left out."""
         self.tape: Callable[[Any, tuple[Any, ...], list[Any]], None] | None = None
         """Hears of each call of a built C function, before it: the function, its arguments, and what C gets of them; of
         kernels on a GPU, only what they are given."""
@@ -44,7 +48,7 @@ class LaunchCounter:
             return function(*args)
         if self.is_muted:
             self._count(name, 0)
-            return None
+            return None if self.stand_ins is None else self.stand_ins.give(name, function, args)
         first = self.place() if self.place else 0
         self.depth += 1
         begin = _now()
@@ -55,6 +59,8 @@ class LaunchCounter:
             self.depth -= 1
         if self.place:
             self.spans.append((first, self.place()))
+        if self.stand_ins is not None and not self.depth:
+            self.stand_ins.note(name, function, args, result)
         self._count(name, spent)
         return result
 

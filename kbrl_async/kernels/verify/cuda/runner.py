@@ -27,6 +27,8 @@ import msgspec
 import torch
 
 from kbrl_async.kernels.backends.launch import plan_module as plan
+from kbrl_async.kernels.backends.launch.recorder import RECORDER
+from kbrl_async.kernels.backends.launch.stand_ins import StandIns
 from kbrl_async.kernels.cuda_driver import driver
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation, gpu
@@ -130,6 +132,8 @@ def await_orders(channel: socket.socket) -> tuple[wire.Setup, list[int]]:
 class CudaRunner(runner.Runner):
     device = "cuda"
     _poisons = _is_lean = False
+    _stand_ins: StandIns | None = None
+    """For own functions that are left out: of the last call that was recorded with them."""
 
     def __init__(self, channel: socket.socket, setup: wire.Setup, fds: list[int], where: torch.device) -> None:
         self._where, self._driver = where, driver()
@@ -359,13 +363,22 @@ class CudaRunner(runner.Runner):
         values.flatten(self.slots[slot], inputs)
         answer = [self._shared.view(meta) for meta in self._outs[slot]]
         watch = trace.AnswerWatch(answer, inputs, only_inside=not muted)
+        RECORDER.stand_ins = self._stand_ins_of(muted)
         try:
             result, found = trace.recorded(lambda: self.model(*self.slots[slot]), watch, muted)
         except Exception:
             if not (muted and watch.answered):
                 raise
             result, found = None, wire.Trace(ops=watch.ops)
+        finally:
+            RECORDER.stand_ins = None
         return result, watch.found(found)
+
+    def _stand_ins_of(self, muted: bool) -> StandIns:
+        if not muted or self._stand_ins is None:
+            self._stand_ins = StandIns()
+        self._stand_ins.begin()
+        return self._stand_ins
 
     def _forward(self, slot: int) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []

@@ -346,6 +346,60 @@ def test_the_librarys_work_in_a_graph_of_its_own_is_neither_seen_nor_proven() ->
     assert "aten::tanh" in found.text
 
 
+def returned(x: torch.Tensor, function: Callable[[torch.Tensor], Any]) -> Any:
+    """What an extension's function gives back; it is left out as a whole."""
+    return RECORDER.call("own", function, x)
+
+
+def half_tanh(x: torch.Tensor) -> torch.Tensor:
+    return tanh_unseen(x / 2)
+
+
+def written_over(x: torch.Tensor) -> torch.Tensor:
+    x.numpy()[:] = np.tanh(x.numpy() / 2)
+    return x
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: returned(x * 2, half_tanh),
+        lambda x: returned(x * 2, lambda found: [half_tanh(found)])[0].clone(),
+        lambda x: returned(x * 2, half_tanh).view(8, 8).t().contiguous().t().reshape(-1),
+        lambda x: returned(x * 2, written_over),
+        lambda x: returned(returned(x * 2, lambda found: found / 2 + 0), tanh_unseen),
+    ],
+    ids=["a tensor", "in a list", "before the library", "over its argument", "two"],
+)
+def test_an_honest_extension_whose_function_returns_its_answer_is_proven(forward: Forward) -> None:
+    """Without its functions it met None in place of tensors and failed, which proves nothing: such were `unproven`."""
+    assert found_of(forward) is None
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [lambda x: returned(torch.tanh(x), lambda found: found + 0), lambda x: returned(torch.tanh(x), copied)],
+    ids=["copied", "handed back"],
+)
+def test_an_extension_that_returns_the_librarys_answer_is_a_decoy(forward: Forward) -> None:
+    found = found_of(forward)
+    assert found is not None
+    assert (found.rule, found.fault) == ("decoy_kernel", Fault.CHEATING)
+
+
+def test_an_extension_that_fails_where_it_was_left_out_proves_nothing() -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        y = returned(x * 2, half_tanh)
+        if not bool(y.isfinite().all()):
+            raise ValueError("left out")
+        return cast(torch.Tensor, y)
+
+    found = found_of(fails)
+    assert found is not None
+    assert (found.rule, found.fault) == ("no_own_kernel", Fault.UNPROVEN)
+    assert "ended before it had an answer" in found.text
+
+
 def test_the_librarys_answer_inside_of_an_own_function_proves_nothing() -> None:
     """Of an extension that computes by the library and copies: it is skipped as a whole."""
 
