@@ -378,10 +378,15 @@ def test_an_honest_extension_whose_function_returns_its_answer_is_proven(forward
 
 @pytest.mark.parametrize(
     "forward",
-    [lambda x: returned(torch.tanh(x), lambda found: found + 0), lambda x: returned(torch.tanh(x), copied)],
-    ids=["copied", "handed back"],
+    [
+        lambda x: returned(torch.tanh(x), lambda found: found + 0),
+        lambda x: returned(torch.tanh(x), copied),
+        lambda x: torch.tanh(returned(x, copied)),
+        lambda x: torch.tanh(returned(x.view(8, 8), torch.t).t().reshape(-1)),
+    ],
+    ids=["copied", "handed back", "handed on", "handed on in another shape"],
 )
-def test_an_extension_that_returns_the_librarys_answer_is_a_decoy(forward: Forward) -> None:
+def test_an_extension_beside_the_librarys_answer_is_a_decoy(forward: Forward) -> None:
     found = found_of(forward)
     assert found is not None
     assert (found.rule, found.fault) == ("decoy_kernel", Fault.CHEATING)
