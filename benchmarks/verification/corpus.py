@@ -150,7 +150,7 @@ def honest(
     alone_share: Annotated[float, "of pairs that are judged a second time, with nobody beside them"] = 0.0,
     in_flight: Annotated[int, "so many pairs at once are between source and verdict; 0: all are built first"] = 0,
     references: Annotated[int, "that a bench keeps; 0: each problem's is made once and kept"] = 1,
-    memory_share: Annotated[float, "of a GPU's memory that each may plan with; 0: one part of as many as there are"] = 0.0,
+    memory_share: Annotated[float, "of a GPU's memory that each may plan with; 0: by their number"] = 0.0,
     timing: Annotated[bool, "what is right is timed, too, as one bench with nobody beside it does"] = False,
     again: Again = (),
     out: Out = None,
