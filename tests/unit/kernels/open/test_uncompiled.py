@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import torch
 from kbrl_async.kernels.backends import guess_backend
 from kbrl_async.kernels.backends.building import ArtifactStore
 from kbrl_async.kernels.backends.launch.uncompiled import leave_uncompiled
-from kbrl_async.kernels.funnel import Builder
+from kbrl_async.kernels.funnel import Builder, Verifier
 from kbrl_async.kernels.sandbox import Isolation, gpu
 from kbrl_async.kernels.settings import CompileFarm, Rules
 from kbrl_async.kernels.verify import wire
@@ -108,7 +108,7 @@ def test_who_records_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "finish", lambda isolation: isolation)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        child.main(theirs, b"cpu", [], cast(Isolation, Isolation("full", ())))
+        child.main(theirs, b"cpu", [], Isolation("full", ()))
     assert seen == [True]
 
 
@@ -123,3 +123,10 @@ def test_its_kernels_are_compiled_ahead_and_the_report_says_so(tmp_path: Path, r
     assert [report.kernels for report in reports] == [["shifted"]] * 2, reports
     assert reports[0].hint.startswith("On a GPU torch.compile leaves what it is given as it is")
     assert reports[1].hint == ""
+
+
+@pytest.mark.parametrize(("is_honest", "fault"), [(True, Fault.OK), (False, Fault.CHEATING)])
+def test_in_tritons_interpreter_too(free: Verifier, is_honest: bool, fault: Fault) -> None:
+    small = Problem("L1/01_test", 1, "test", STYLE.problem.replace("1024, 512", "64, 32"))
+    verdict = free.verify(small, STYLE.honest if is_honest else STYLE.decoy).verdict
+    assert (verdict.fault, verdict.rule) == (fault, "" if is_honest else "decoy_kernel"), verdict
