@@ -16,6 +16,7 @@ from kbrl_async.kernels.funnel import Builder, Verifier
 from kbrl_async.kernels.sandbox import Isolation, gpu
 from kbrl_async.kernels.settings import CompileFarm, Rules
 from kbrl_async.kernels.verify import wire
+from kbrl_async.kernels.verify.cpu import runner as serving
 from kbrl_async.kernels.verify.cuda import own_graphs, runner
 from kbrl_async.kernels.verify.cuda.record import child
 from protocols.records import Candidate, Fault, Problem
@@ -81,7 +82,7 @@ def test_who_serves_on_a_gpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -
         def serve(self) -> None: ...
 
     monkeypatch.setattr(runner, "CudaRunner", Served)
-    monkeypatch.setattr(runner.runner, "mute", nothing)
+    monkeypatch.setattr(serving, "mute", nothing)
     monkeypatch.setattr(own_graphs, "install", nothing)
     monkeypatch.setattr(torch.cuda, "set_device", nothing)
     monkeypatch.setattr(torch.cuda, "synchronize", nothing)
@@ -104,7 +105,7 @@ def test_who_records_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append(is_left(twice))
 
     monkeypatch.setattr(child, "Recorder", Records)
-    monkeypatch.setattr(child.runner, "mute", nothing)
+    monkeypatch.setattr(serving, "mute", nothing)
     monkeypatch.setattr(gpu, "finish", lambda isolation: isolation)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
