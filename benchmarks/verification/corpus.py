@@ -57,7 +57,9 @@ it says nothing of the candidate: it needs a package that is `missing` here, or 
 """
 _MISSING = re.compile(r"\b(?:ModuleNotFound|Import)Error: |fatal error: [\w./-]+: No such file")
 _SHARES = 3
-"""Verifiers that may plan with all of a GPU's memory between them; if there are more, some wait at times."""
+"""Verifiers that may plan with all of a GPU's memory between them; if there are more, some wait at times. Benches that
+judge what others built have no more than all between them, as in a run: so none waits, and each keeps what it has.
+"""
 Corpus = Annotated[Path, "a folder of pairs"]
 Out = Annotated[Path | None, "a file with one JSON object a pair; what is in it is not judged again"]
 Again = Annotated[tuple[str, ...], "states that are judged again all the same, as in refused,host"]
@@ -95,6 +97,8 @@ class HowJudged(msgspec.Struct, frozen=True):
     """Where others have built the pairs."""
     nice: int = 0
     """Of compilers."""
+    memory_share: float = 0.0
+    """Of a GPU, for each; 0: by their number."""
 
     def options(self, jobs: int) -> VerifyOptions:
         """Of one among so many verifiers."""
@@ -107,7 +111,8 @@ class HowJudged(msgspec.Struct, frozen=True):
         bench = msgspec.structs.replace(bench, references=self.references or sys.maxsize, alone_share=ALONE_SHARE)
         if not self.references:
             bench = msgspec.structs.replace(bench, reference_bytes=bench.limits.memory_bytes // jobs)
-        return bench if jobs == 1 else msgspec.structs.replace(bench, memory_share=min(1.0, _SHARES / jobs))
+        share = self.memory_share or min(1.0, (1 if self.store else _SHARES) / jobs)
+        return msgspec.structs.replace(bench, memory_share=share)
 
 
 class CorpusOutcome(msgspec.Struct, frozen=True):
@@ -145,6 +150,7 @@ def honest(
     alone_share: Annotated[float, "of pairs that are judged a second time, with nobody beside them"] = 0.0,
     in_flight: Annotated[int, "so many pairs at once are between source and verdict; 0: all are built first"] = 0,
     references: Annotated[int, "that a bench keeps; 0: each problem's is made once and kept"] = 1,
+    memory_share: Annotated[float, "of a GPU's memory that each may plan with; 0: by their number"] = 0.0,
     timing: Annotated[bool, "what is right is timed, too, as one bench with nobody beside it does"] = False,
     again: Again = (),
     out: Out = None,
@@ -155,7 +161,8 @@ def honest(
     """
     if timing and (benches or jobs) > 1:
         raise UserError(f"{benches or jobs} benches would time beside each other", "--benches 1")
-    how = HowJudged(rules, deadline_s, timing, warm=corpus / warm if warm else None, references=references)
+    warm_pair = corpus / warm if warm else None
+    how = HowJudged(rules, deadline_s, timing, warm=warm_pair, references=references, memory_share=memory_share)
     pairs, until = _pairs(corpus, only, repeat), time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="kbrl-corpus-") as store:
         crew = Crew(benches or jobs, seconds, out=out, again=again, is_together=bool(warm))

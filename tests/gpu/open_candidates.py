@@ -38,6 +38,8 @@ class OpenStyle(msgspec.Struct, frozen=True):
     """Whether somebody sees its launches. Where nobody does its work may be unproven, and is never cheating."""
     is_alone: bool = True
     """Whether all that forward has the GPU do is its own."""
+    unproven: str = ""
+    """Why an honest one is not replayed, where its work can't be proven for that; empty: it passes."""
     needs: str = ""
     """A package that not every host has, or `libcuda`, to link with."""
 
@@ -325,8 +327,6 @@ OTHER_STYLES = {
         _TRITON
         + f"\ndef step(x, y, shift):\n    {_OUT}\n    {SHIFTED.format('shift')}\n    return out\n"
         + model("out = self.step(x, y, self.shift)", init="self.step = torch.compile(step)"),
-        trust="",
-        is_counted=False,
     ),
     "a helper beside it": OpenStyle(
         pack(

@@ -152,7 +152,9 @@ EXTENSION_STYLES = {
         extension() + model("if self.built is None: " + _AT_ONCE, _RUN, init="self.built = None")
     ),
     "several extensions": OpenStyle(several()),
-    "several extensions, one kernel's name": OpenStyle(several("shifted"), trust=""),
+    "several extensions, one kernel's name": OpenStyle(
+        several("shifted"), trust="", unproven="two extensions have a kernel"
+    ),
     "cooperative": launched(
         _TOGETHER,
         f"{_GIVEN} cudaLaunchCooperativeKernel((const void *)together, dim3(64), dim3(256), given, 0, stream);",

@@ -78,8 +78,10 @@ def judged(
 def test_an_honest_kernel_passes_whatever_launches_it(judged: Judge, name: str) -> None:
     style = STYLES[name]
     verdict = judged(style, style.honest)
-    if not style.is_counted and verdict.fault is Fault.UNPROVEN:
-        assert (verdict.rule, verdict.trust) == ("no_own_kernel", OBSERVED), verdict
+    if style.unproven or (not style.is_counted and verdict.fault is Fault.UNPROVEN):
+        found = verdict.fault, verdict.rule, verdict.trust
+        assert found == (Fault.UNPROVEN, "no_own_kernel", OBSERVED), verdict
+        assert style.unproven in verdict.trust_reason, verdict
         return
     assert verdict.fault is Fault.OK, verdict
     assert verdict.trust == (style.trust or verdict.trust), verdict

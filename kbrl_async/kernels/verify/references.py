@@ -39,7 +39,7 @@ class References:
         """`tick` is called between the steps of making one, which takes seconds."""
         family = self.kept.pop(problem.source, None)
         if family is not None and not self._device.may_use(family.needed + self._device_bytes):
-            family.close()
+            family.retire()
             family = None
         if family is not None and family.uses >= self._options.reuse:
             family = self._renewed(family, problem, tick)
@@ -128,7 +128,8 @@ class References:
 
     def forget(self) -> None:
         """Keeps none; processes that may serve others stay."""
-        self._close_kept()
+        while self.kept:
+            self.kept.popitem()[1].retire()
         self._device.rest(0)
 
     def give_way(self, tick: Tick, is_last: bool = False) -> None:

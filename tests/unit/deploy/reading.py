@@ -56,6 +56,13 @@ def kustomized(folder: Path) -> Object:
     return found
 
 
+def images(folder: Path) -> list[Object]:
+    """What stands for the images of an overlay, or of the one that it goes out from."""
+    found = kustomized(folder)
+    named: list[Object] = found.get("images") or images(folder / found["resources"][0])
+    return named
+
+
 def kbrl_commands() -> Iterator[tuple[str, list[str]]]:
     """Every `kbrl …` of these files with where it stands, as words after `kbrl`."""
     for workload in workloads():

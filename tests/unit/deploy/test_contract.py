@@ -21,8 +21,8 @@ from tests.unit.deploy.reading import (
     OVERLAYS,
     ROOT,
     containers,
+    images,
     kbrl_commands,
-    kustomized,
     texts,
     workloads,
 )
@@ -58,7 +58,7 @@ def test_every_command_is_one_that_kbrl_takes(where: str, words: list[str]) -> N
 def test_there_are_commands_to_check_in_every_kind_of_file() -> None:
     found = {where for where, _ in kbrl_commands()}
     assert found >= {"broker", "compile", "bench", "sampler", "slurm/run.sbatch", "slurm/workers.sbatch",
-                     "skypilot/run.yaml", "skypilot/worker.yaml", "kbrl-worker@.service", "README.md"}  # fmt: skip
+                     "slurm/node.sbatch", "skypilot/run.yaml", "skypilot/worker.yaml", "kbrl-worker@.service", "README.md"}  # fmt: skip
 
 
 def test_every_setting_on_a_command_line_is_a_key() -> None:
@@ -89,10 +89,10 @@ def test_the_settings_of_a_cluster_are_a_configuration(folder: Path) -> None:
 @pytest.mark.parametrize("folder", OVERLAYS, ids=lambda folder: folder.name)
 def test_every_image_is_a_target_of_the_containerfile(folder: Path) -> None:
     used = {container["image"] for workload in workloads() for container in containers(workload)}
-    images = {image["name"]: image["newName"].rpartition("/")[2] for image in kustomized(folder)["images"]}
+    built = {image["name"]: image["newName"].rpartition("/")[2] for image in images(folder)}
     targets = set(re.findall(r"^FROM \S+ AS (\w+)$", (DEPLOY / "Containerfile").read_text(), re.MULTILINE))
-    assert set(images) == used
-    assert {name.removesuffix("-gpu") for name in images.values()} <= targets
+    assert set(built) == used
+    assert {name.removesuffix("-gpu") for name in built.values()} <= targets
 
 
 def test_the_containerfile_copies_what_there_is_and_installs_extras_that_exist() -> None:

@@ -26,6 +26,10 @@ HARDENING = yaml.safe_load((BASE / "hardening.yaml").read_text())["spec"]["templ
 SECCOMP = DEPLOY / "kubernetes" / "profiles" / "kbrl-sandbox.json"
 PORTS = {"broker": "broker", "aggregator": "reward_aggregator", "learner": "learner", "sampler": "sampler",
          "compile": "compile_farm", "bench": "timing_bench", "verifier": "verifier"}  # fmt: skip
+KINDS = ("StatefulSet", "Deployment")
+ON_GPUS = {"gpu": {"learner": 1, "sampler": 1, "bench": 1, "verifier": 1},
+           "sharded": {"learner": 2, "sampler": 2, "bench": 1, "verifier": 1}}  # fmt: skip
+"""How many each role has in the overlays that have any."""
 each = pytest.mark.parametrize("workload", workloads(), ids=lambda found: found["metadata"]["name"])
 
 
@@ -242,20 +246,51 @@ def test_an_overlay_renders_whole(folder: Path) -> None:
     done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     rendered: list[Any] = list(yaml.safe_load_all(done.stdout))
-    running = [found for found in rendered if found["kind"] in ("StatefulSet", "Deployment")]
+    running = [found for found in rendered if found["kind"] in KINDS]
     assert len(running) == len(workloads())
     model = load([folder / "run.yaml"]).model_name
     mounts = [(role(found), mount) for found in running for c in containers(found) for mount in c["volumeMounts"]]
     mounted = {name for name, mount in mounts if Path(model).is_relative_to(mount["mountPath"])}
-    assert mounted == ({"broker", "learner", "sampler"} if folder.name == "gpu" else set())
+    assert mounted == ({"broker", "learner", "sampler"} if folder.name in ON_GPUS else set())
     for found in running:
         assert pod(found)["securityContext"]["seccompProfile"]["localhostProfile"] == "kbrl-sandbox.json"
         assert all(container["image"].startswith("registry.example.org/") for container in containers(found))
-        on_gpu = folder.name == "gpu" and role(found) != "compile"
+        on_gpu = folder.name in ON_GPUS and role(found) != "compile"
         assert ("nodeSelector" in pod(found)) == on_gpu
         limits = pod(found)["containers"][0]["resources"]["limits"]
-        computes = role(found) in ("learner", "sampler", "bench", "verifier")
-        assert ("nvidia.com/gpu" in limits) == (folder.name == "gpu" and computes)
+        assert limits.get("nvidia.com/gpu") == ON_GPUS.get(folder.name, {}).get(role(found))
+
+
+@pytest.mark.parametrize("folder", OVERLAYS, ids=lambda folder: folder.name)
+def test_learner_and_samplers_have_the_gpus_that_the_run_says(folder: Path) -> None:
+    config, given = load([folder / "run.yaml"]), ON_GPUS.get(folder.name)
+    if given is None:
+        assert config.device == "cpu"
+    else:
+        assert (given["learner"], given["sampler"]) == (config.learner.processes, config.sampler.gpus)
+        assert config.learner.shard == (config.learner.processes > 1)
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl, which renders the overlays, is not installed")
+def test_processes_of_several_gpus_have_room_to_meet_in() -> None:
+    done = subprocess.run(
+        ["kubectl", "kustomize", BASE.parent / "overlays" / "sharded"], capture_output=True, text=True, timeout=60, check=True
+    )
+    running = {role(found): found for found in yaml.safe_load_all(done.stdout) if found["kind"] in KINDS}
+    for name in ("learner", "sampler"):
+        mounts = {mount["mountPath"]: mount["name"] for mount in pod(running[name])["containers"][0]["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod(running[name])["volumes"]}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert running["sampler"]["spec"]["replicas"] > 1
+
+
+def test_a_sampler_is_tied_to_no_node_for_its_policies_travel() -> None:
+    sampler = named("Deployment")["sampler"]
+    assert "affinity" not in pod(sampler)
+    assert not any("persistentVolumeClaim" in volume for volume in pod(sampler)["volumes"])
+    assert not [word for word in pod(sampler)["containers"][0]["command"] if word.startswith("--policies")]
+    waiting = {container["name"] for container in pod(sampler)["initContainers"]}
+    assert waiting == {"keys"}, "it waits for no folder of the broker's"
 
 
 @pytest.mark.parametrize("folder", OVERLAYS, ids=lambda folder: folder.name)

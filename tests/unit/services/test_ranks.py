@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import structlog
+import torch
+from safetensors.torch import load_file
 
 from kbrl_async.errors import ConfigError
 from protocols.records import TrainGroup, TrainSample
 from services.learner import ranks
 from tests.ports import free_port
-from tests.unit.services import two_ranks
+from tests.unit.services import killed_ranks
 
 pytestmark = pytest.mark.timeout(900)
 
 LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
+Weights = dict[str, torch.Tensor]
+
+
 def groups() -> list[TrainGroup]:
-    samples = [TrainSample(f"g{i}", [5, 6], [7, 8 + i], [-4.0, -4.0], 0.5 - i, 0.5, 0) for i in range(2)]
+    """A minibatch is half of them: enough for each of four ranks. Prompts differ: `PlainPolicy` knows no trees."""
+    answers = [[7 + (3 * i + j) % 50 for j in range(2 + i % 4)] for i in range(8)]
+    samples = [TrainSample(f"g{i}", [5, i], a, [-4.0] * len(a), 0.8 - 0.2 * i, 0.5, 0) for i, a in enumerate(answers)]
     return [TrainGroup("g", "p", 1, samples)]
 
 
@@ -48,29 +57,57 @@ def is_there(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Weights that one process trains, and nobody kills."""
+def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     folder = tmp_path_factory.mktemp("alone")
     prepare(folder)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANKS", "1")
         for name in LAUNCHED:
             patch.delenv(name, raising=False)
-        two_ranks.train(folder, [])
-    found: list[float] = json.loads((folder / "weights.json").read_text())
-    return found
+        killed_ranks.train(folder, [])
+    return load_file(folder / "weights.safetensors")
 
 
-def prepare(folder: Path) -> dict[str, str]:
-    """What ranks need in `folder`, and in their environment."""
+Trains = Callable[[int], Weights]
+
+
+@pytest.fixture(scope="module")
+def never_killed(tmp_path_factory: pytest.TempPathFactory) -> Trains:
+    """Weights that so many ranks train, and nobody kills."""
+
+    @functools.cache
+    def trained(count: int) -> Weights:
+        folder = tmp_path_factory.mktemp("never-killed")
+        (folder / "killed").touch()
+        command = [sys.executable, "-m", killed_ranks.MODULE]
+        subprocess.run(command, env=prepare(folder, count), timeout=300, check=True)
+        assert [life["from"] for life in lives_of(folder)] == [0]
+        return load_file(folder / "weights.safetensors")
+
+    return trained
+
+
+def prepare(folder: Path, count: int = 2) -> dict[str, str]:
+    """What `count` ranks need in `folder`, and in their environment."""
     (folder / "groups.json").write_bytes(msgspec.json.encode(groups()))
-    return {**os.environ, "TWO_RANKS": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    mine = {"RANKS_FOLDER": str(folder), "RANKS": str(count), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    return {**os.environ, **mine}
 
 
-def kill_follower(folder: Path, *processes: subprocess.Popen[bytes]) -> None:
+def kill(rank: int, folder: Path, *processes: subprocess.Popen[bytes]) -> None:
     """After the second update, whose checkpoint is on disk."""
-    wait_for(folder / "checkpoints" / f"step-{two_ranks.KILL_AFTER:06d}" / "COMPLETE", *processes)
-    os.kill(int((folder / "follower").read_text()), signal.SIGKILL)
+    wait_for(folder / "checkpoints" / f"step-{killed_ranks.KILL_AFTER:06d}" / "COMPLETE", *processes)
+    os.kill(int((folder / f"follower-{rank}").read_text()), signal.SIGKILL)
     (folder / "killed").touch()
+
+
+def agree(folder: Path, never_killed: Weights, of_one_process: Weights) -> None:
+    """As many ranks go on bit by bit, and make what one process makes."""
+    found = load_file(folder / "weights.safetensors")
+    assert found.keys() == never_killed.keys() == of_one_process.keys()
+    for name, weights in found.items():
+        assert torch.equal(weights, never_killed[name]), name
+        torch.testing.assert_close(weights, of_one_process[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
 def lives_of(folder: Path) -> list[dict[str, Any]]:
@@ -78,39 +115,40 @@ def lives_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_a_killed_rank_ends_all_and_training_goes_on_from_the_checkpoint(
-    tmp_path: Path, never_stopped: list[float]
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_killed_rank_ends_all_and_training_goes_on_bit_by_bit_from_the_checkpoint(
+    tmp_path: Path, never_killed: Trains, of_one_process: Weights, count: int
 ) -> None:
-    nanny = subprocess.Popen([sys.executable, "-m", two_ranks.MODULE], env=prepare(tmp_path))
+    nanny = subprocess.Popen([sys.executable, "-m", killed_ranks.MODULE], env=prepare(tmp_path, count))
     try:
-        kill_follower(tmp_path, nanny)
+        kill(count - 1, tmp_path, nanny)
         assert nanny.wait(300) == 0
     finally:
         nanny.kill()
         nanny.wait()
-    assert [life["from"] for life in lives_of(tmp_path)] == [0, two_ranks.KILL_AFTER]
+    assert [life["from"] for life in lives_of(tmp_path)] == [0, killed_ranks.KILL_AFTER]
     assert not any(is_there(pid) for life in lives_of(tmp_path) for pid in life["ranks"])
-    assert json.loads((tmp_path / "weights.json").read_text()) == pytest.approx(never_stopped, rel=1e-3)
+    agree(tmp_path, never_killed(count), of_one_process)
 
 
 @pytest.mark.long
 def test_two_hosts_of_torchrun_start_again_together_when_one_loses_its_rank(
-    tmp_path: Path, never_stopped: list[float]
+    tmp_path: Path, never_killed: Trains, of_one_process: Weights
 ) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     launcher += ["--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
     environment = {**prepare(tmp_path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    hosts = [subprocess.Popen([*launcher, "-m", two_ranks.MODULE], env=environment) for _ in range(2)]
+    hosts = [subprocess.Popen([*launcher, "-m", killed_ranks.MODULE], env=environment) for _ in range(2)]
     try:
-        kill_follower(tmp_path, *hosts)
+        kill(1, tmp_path, *hosts)
         assert [host.wait(300) for host in hosts] == [0, 0]
     finally:
         for host in hosts:
             host.kill()
             host.wait()
-    assert [life["from"] for life in lives_of(tmp_path)] == [0, two_ranks.KILL_AFTER]
-    assert json.loads((tmp_path / "weights.json").read_text()) == pytest.approx(never_stopped, rel=1e-3)
+    assert [life["from"] for life in lives_of(tmp_path)] == [0, killed_ranks.KILL_AFTER]
+    agree(tmp_path, never_killed(2), of_one_process)
 
 
 def test_a_launcher_must_start_as_many_ranks_as_the_run_says() -> None:

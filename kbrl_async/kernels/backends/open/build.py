@@ -18,7 +18,7 @@ from kbrl_async.kernels.backends.c.build import BACKEND as C
 from kbrl_async.kernels.backends.checks import syntax
 from kbrl_async.kernels.backends.inline.backend import CPP, CUDA
 from kbrl_async.kernels.backends.inline.ways import joined
-from kbrl_async.kernels.backends.launch import bundle
+from kbrl_async.kernels.backends.launch import bundle, uncompiled
 from kbrl_async.kernels.backends.nvrtc.build import BACKEND as NVRTC
 from kbrl_async.kernels.backends.open.asked import RecordedRequests, ask
 from kbrl_async.kernels.backends.triton import cache as triton_cache
@@ -66,7 +66,10 @@ def build(chosen: Backend, candidate: Candidate, problem: Problem | None, contex
         artifacts[triton_cache.key(candidate.source)] = context.store.put(bundle.pack(found.bundle))
         kernels += triton_cache.kernel_names(found.bundle)
     error = found.recorded.error
-    note = f"not all was compiled ahead: {error}" if error else found.recorded.tuning
+    notes = [f"not all was compiled ahead: {error}" if error else found.recorded.tuning]
+    if is_on_gpu:
+        notes.insert(0, uncompiled.remark(modules_of(candidate.source)))
+    note = "\n".join(filter(None, notes))
     whole = BuildReport(Fault.OK, artifacts, hint=note[:_MAX_TEXT], kernels=list(dict.fromkeys(kernels)))
     tools = joined(report.toolchain for report in reports)
     cpu = next((report.cpu for report in reports if report.cpu), "")

@@ -21,6 +21,7 @@ from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.c import launch as c
 from kbrl_async.kernels.backends.inline import launch as inline
 from kbrl_async.kernels.backends.launch.pretend import inputs_of, pretend
+from kbrl_async.kernels.backends.launch.uncompiled import leave_uncompiled
 from kbrl_async.kernels.backends.nvrtc import launch as nvrtc
 from kbrl_async.kernels.backends.open.asked import ASKED, CudaSource, RecorderReport, RecordOrder, Requested
 from kbrl_async.kernels.problems import cases
@@ -137,14 +138,9 @@ def _replace_launchers(asked: Requested) -> None:
     nvrtc.CudaKernel.__init__ = cuda_kernel  # type: ignore[method-assign]
     nvrtc.CudaKernel.__getitem__ = lambda self, config: _nothing  # type: ignore[method-assign, assignment, return-value]
     nvrtc.CudaKernel.launch = _nothing  # type: ignore[method-assign]
-    setattr(torch, "compile", _as_it_is)  # noqa: B010 - it would start compilers, for operators that nobody asks for
+    leave_uncompiled(also_traced=True)
     with contextlib.suppress(AttributeError):
         torch.cuda._compile_kernel = nvrtc.compile_kernel  # type: ignore[attr-defined, unused-ignore]
-
-
-def _as_it_is(model: Any = None, **named: Any) -> Any:
-    """As `torch.compile`, a function or what decorates one."""
-    return model if model is not None else lambda given: given
 
 
 def _nothing(*args: Any, **named: Any) -> None:

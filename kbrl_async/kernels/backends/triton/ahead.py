@@ -24,6 +24,7 @@ import torch
 
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.launch.pretend import inputs_of, pretend
+from kbrl_async.kernels.backends.launch.uncompiled import leave_uncompiled
 from kbrl_async.kernels.backends.open import asked
 from kbrl_async.kernels.backends.open.recording import asked_by
 from kbrl_async.kernels.backends.triton import cache as triton_cache
@@ -101,6 +102,7 @@ def _watch(arch: int, files: dict[str, bytes], tuning_s: float) -> TuningBudget:
     from triton.runtime import driver
 
     triton_cache.use_bundle_cache(files)
+    leave_uncompiled(also_traced=True)
     driver.set_active(PretendDriver(arch))
     budget = TuningBudget(tuning_s)
     budget.watch()

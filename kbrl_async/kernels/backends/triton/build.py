@@ -24,7 +24,7 @@ from kbrl_async.kernels.backends.backend import Backend
 from kbrl_async.kernels.backends.building import answers
 from kbrl_async.kernels.backends.building.context import BuildContext
 from kbrl_async.kernels.backends.checks.device import CheckFailed, called, checked_tree
-from kbrl_async.kernels.backends.launch import bundle
+from kbrl_async.kernels.backends.launch import bundle, uncompiled
 from kbrl_async.kernels.backends.triton import cache as triton_cache
 from kbrl_async.kernels.backends.triton.tuning import is_tuned
 from kbrl_async.kernels.problems.beside import modules_of
@@ -152,8 +152,9 @@ def _report(done: answers.Collected, source: str, context: BuildContext, deadlin
         hint = next((hint for pattern, hint in _HINTS if pattern in ahead.error), "Fix the kernel at this line.")
         return BuildReport(Fault.COMPILE_ERROR, message=ahead.error[:_MAX_TEXT], hint=hint)
     artifacts = {triton_cache.key(source): context.store.put(bundle.pack(done.files))}
-    note = f"not all was compiled ahead: {ahead.note}"[:_MAX_TEXT] if ahead.note else ahead.tuning[:_MAX_TEXT]
-    return BuildReport(Fault.OK, artifacts, hint=note, kernels=triton_cache.kernel_names(done.files))
+    left = f"not all was compiled ahead: {ahead.note}" if ahead.note else ahead.tuning
+    note = "\n".join(filter(None, (uncompiled.remark(modules_of(source)), left)))
+    return BuildReport(Fault.OK, artifacts, hint=note[:_MAX_TEXT], kernels=triton_cache.kernel_names(done.files))
 
 
 BACKEND = TritonBackend()

@@ -142,9 +142,11 @@ def _interpret() -> None:
     from triton.runtime.interpreter import GridExecutor
 
     from kbrl_async.kernels.backends.launch.pretend import pretend
+    from kbrl_async.kernels.backends.launch.uncompiled import leave_uncompiled
     from kbrl_async.kernels.backends.triton.driver import PretendDriver
 
     _interpret_the_language()
+    leave_uncompiled(also_traced=True)
     run = GridExecutor.__call__
     GridExecutor.__call__ = lambda self, *args, **kwargs: RECORDER.call(
         self.fn.__name__, lambda: run(self, *args, **kwargs)

@@ -38,6 +38,8 @@ class PrewarmedChildren:
         self._zygote, self._limits, self._device, self._entry = zygote, limits, device, entry
         self._count = count
         self._waiting: list[Child] = []
+        self._resting: list[Child] = []
+        """Of those that wait, who may not have given its memory back yet."""
         self._generation = -1
         self.dying = Dying()
 
@@ -50,6 +52,7 @@ class PrewarmedChildren:
         """Told to rest, it is ready for other work soon."""
         self._forget_the_dead()
         self._waiting.append(child)
+        self._resting.append(child)
         while len(self._waiting) > _MOST_RESTED:
             self.dying.add(self._waiting.pop(0))
 
@@ -62,12 +65,18 @@ class PrewarmedChildren:
 
     def settle(self) -> None:
         """Returns when all that wait have their context, and those that rest have given their memory back."""
+        self._resting.clear()
         for child in self._waiting:
             select.select([child.channel], [], [], _SETTLE_S)
 
     def clear(self) -> None:
-        """Returns when all those that rest, or were killed, have given their memory back."""
-        self.settle()
+        """Returns when all those that rest, or were killed, have given their memory back. Who is only starting has
+        none, and nobody waits for it.
+        """
+        resting, self._resting = self._resting, []
+        for child in resting:
+            if child in self._waiting:
+                select.select([child.channel], [], [], _SETTLE_S)
         self.dying.close()
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ import torch
 from kbrl_async.kernels.backends.launch import plan_module as plan
 from kbrl_async.kernels.backends.launch.recorder import RECORDER
 from kbrl_async.kernels.backends.launch.stand_ins import StandIns
+from kbrl_async.kernels.backends.launch.uncompiled import leave_uncompiled
 from kbrl_async.kernels.cuda_driver import driver
 from kbrl_async.kernels.problems import model_contract as contract
 from kbrl_async.kernels.sandbox import Isolation, gpu
@@ -75,6 +76,7 @@ def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isol
     device = torch.device(payload.decode() if setup is None else setup.device)
     with telling(channel):
         own_graphs.install(own_graphs.CountedGraphs())
+        leave_uncompiled()
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
         begin_gradients()

@@ -143,6 +143,16 @@ def test_each_problems_reference_is_kept_where_none_is_too_many() -> None:
     assert few.memory_share == 0.75
 
 
+@pytest.mark.parametrize(
+    ("jobs", "store", "asked", "share"),
+    [(2, "", 0.0, 1.0), (2, "built", 0.0, 0.5), (1, "built", 0.0, 1.0), (2, "built", 0.75, 0.75)],
+)
+def test_benches_have_no_more_than_all_of_a_gpu_between_them(jobs: int, store: str, asked: float, share: float) -> None:
+    bench = corpus.HowJudged(store=store, memory_share=asked).options(jobs).bench
+    assert bench is not None
+    assert bench.memory_share == share
+
+
 def test_a_hostile_pair_has_to_be_refused_for_its_reason(folder: Path) -> None:
     for name in (PAIRS.keys() | {*BINARY, "candidate is a folder"}) - {"decoy", "wrong"}:
         if name == "candidate is a folder":

@@ -143,6 +143,23 @@ def test_settling_waits_for_the_context(zygote: Zygote, monkeypatch: pytest.Monk
     assert seen == [zygote.children[0].channel]
 
 
+def test_memory_of_who_rests_is_waited_for_once_and_nobody_who_starts(
+    zygote: Zygote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    homes, seen = spares(zygote), list[Any]()
+    monkeypatch.setattr("select.select", lambda channels, *_: seen.extend(channels))
+    rests = homes.take()
+    homes.refill()
+    homes.give(rests)
+    for _ in range(2):
+        homes.clear()
+        assert seen == [rests.channel]
+    homes.give(homes.take())
+    homes.take()
+    homes.clear()
+    assert seen == [rests.channel], "whoever took it waits for its answer"
+
+
 def test_closing_ends_the_waiting_child(zygote: Zygote) -> None:
     waiting = spares(zygote)
     waiting.refill()

@@ -97,6 +97,33 @@ def test_each_reference_that_goes_gives_its_memory_back(monkeypatch: pytest.Monk
     assert given == [2, 2]
 
 
+@pytest.mark.parametrize("takes", ["all", "what it needs"])
+def test_a_reference_whose_memory_others_want_leaves_its_process(monkeypatch: pytest.MonkeyPatch, takes: str) -> None:
+    """Which serves the next one: a new process takes most of a second."""
+    ended: list[str] = []
+
+    class Wanted(Idle):
+        needed = 1
+
+        def close(self) -> None:
+            ended.append("closed")
+
+        def retire(self) -> None:
+            ended.append("retired")
+
+    monkeypatch.setattr(cpu_device, "Reference", Wanted)
+    references = References(cast(Any, None), bench_options(TimingBench()), random.Random(0))
+    references.get(Problem("a", 1, "a", "a"))
+    if takes == "all":
+        monkeypatch.setattr(cpu_device.CpuDevice, "rest", lambda *_: False)
+        references.rest()
+        assert len(references) == 0
+    else:
+        monkeypatch.setattr(cpu_device.CpuDevice, "may_use", lambda *_: False)
+        references.get(Problem("a", 1, "a", "a"))
+    assert ended == ["retired"]
+
+
 def test_memory_is_given_back_when_there_is_much_more_of_it_than_is_needed() -> None:
     held, given = [100], list[int]()
 

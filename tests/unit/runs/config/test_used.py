@@ -55,6 +55,8 @@ OTHERWISE: Mapping[str, str] = {
     "SanitizeTask.seed": SEED,
     "generate.seed": SEED,
     "bench.rules": "a kernel of a person's own; a run passes its setting",
+    "default_bench.rules": "whoever judges without a run; a run passes its setting",
+    "Serve.rules": "what others' trainers and agents ask; over a run's broker it is the run's setting",
     "judge.profile": "whoever judges without a run; a run passes its setting",
     "Profile.device": DEVICE,
     "get_problem.backend": "a coding agent's choice, of one call",

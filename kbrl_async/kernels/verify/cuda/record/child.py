@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 import torch
 
+from kbrl_async.kernels.backends.launch.uncompiled import leave_uncompiled
 from kbrl_async.kernels.backends.nvrtc import launch as nvrtc
 from kbrl_async.kernels.cuda_driver import CudaError, driver
 from kbrl_async.kernels.sandbox import Isolation, gpu
@@ -75,6 +76,7 @@ def main(channel: socket.socket, payload: bytes, fds: list[int], isolation: Isol
     """Entry of the child. `payload` is a device."""
     runner.mute()
     with telling(channel):
+        leave_uncompiled()
         recorder = Recorder(channel, torch.device(payload.decode()))
         isolation = gpu.finish(isolation)
     channel.send(wire.encode(wire.Confined(isolation.level, isolation.missing)))

@@ -1,0 +1,35 @@
+"""`torch.compile` where no compiler may be started: what it is given runs as it is, and its own kernels as they are."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_STARTS_COMPILERS = "inductor"
+_ASKED = re.compile(r"\btorch\s*\.\s*compile\b|\bfrom\s+torch\s+import\b.*\bcompile\b")
+_AS_IT_IS = (
+    "On a GPU torch.compile leaves what it is given as it is, as no compiler is started where candidates run: own "
+    "kernels are judged, and torch's operators around them are timed uncompiled. Fuse into your kernels what is to be "
+    "fused."
+)
+
+
+def remark(source: str) -> str:
+    """What a candidate for a GPU is told; empty where it asks torch to compile nothing."""
+    return _AS_IT_IS if _ASKED.search(source) else ""
+
+
+def leave_uncompiled(also_traced: bool = False) -> None:
+    """For the rest of this process. `also_traced`: what other backends of it would trace, and compile nothing for, too;
+    torch asks for that itself where an operator takes functions (`torch.cond`, `flex_attention`).
+    """
+    import torch
+
+    compiled = torch.compile
+
+    def as_it_is(model: Any = None, *, backend: Any = _STARTS_COMPILERS, **named: Any) -> Any:
+        if backend != _STARTS_COMPILERS and not also_traced:
+            return compiled(model, backend=backend, **named)
+        return model if model is not None else lambda given: given
+
+    setattr(torch, "compile", as_it_is)  # noqa: B010 - a type checker knows another signature
