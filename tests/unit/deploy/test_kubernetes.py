@@ -273,7 +273,7 @@ def test_learner_and_samplers_have_the_gpus_that_the_run_says(folder: Path) -> N
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl, which renders the overlays, is not installed")
 def test_processes_of_several_gpus_have_room_to_meet_in() -> None:
-    command = ["kubectl", "kustomize", BASE.parent / "overlays" / "sharded"]
+    command = ["kubectl", "kustomize", str(BASE.parent / "overlays" / "sharded")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     running = {role(found): found for found in yaml.safe_load_all(done.stdout) if found["kind"] in KINDS}
     for name in ("learner", "sampler"):

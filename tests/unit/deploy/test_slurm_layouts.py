@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def submitted(folder: Path, nodes: int, layout: Mapping[str, str]) -> subprocess
         "SLURM_JOB_NODELIST": " ".join(f"n{number + 1}" for number in range(nodes)),
         "BASH_FUNC_kill%%": "() { :; }",  # the aggregator's stand-in ends at once: let others write their line
     }  # fmt: skip
-    command = ["bash", SCRIPT]
+    command = ["bash", str(SCRIPT)]
     return subprocess.run(
         command, env={**environment, **layout}, capture_output=True, text=True, timeout=60, check=False
     )
@@ -93,7 +93,9 @@ LAYOUTS: Mapping[str, tuple[int, Mapping[str, str], Mapping[str, str]]] = {
 def test_a_layout_has_its_roles_on_its_nodes_and_no_step_takes_what_another_has(name: str, tmp_path: Path) -> None:
     nodes, layout, wanted = LAYOUTS[name]
     found = steps(tmp_path, nodes, layout)
-    gpus, cores, roles = defaultdict(int), defaultdict(int), defaultdict(list)
+    gpus: Counter[str] = Counter()
+    cores: Counter[str] = Counter()
+    roles: defaultdict[str, list[str]] = defaultdict(list)
     for one in found:
         assert "overlap" not in one.options, "a step that overlaps takes the first GPUs, whoever has them"
         assert {"exact", "mem"} <= set(one.options), "else it takes all that the node has"
