@@ -172,6 +172,7 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
         "for role in compile bench sampler; do ; kubectl …",
         "sbatch --nodes=4 deploy/slurm/run.sbatch name=long backend=cuda max_minutes=null",
         "sbatch --array=1-32 …",
+        "sbatch --gpus=1 deploy/slurm/node.sbatch …",
     ),
 }
 """Reason → commands that are only parsed and resolved; `…` at the end stands for the rest."""

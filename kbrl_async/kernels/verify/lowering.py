@@ -11,7 +11,8 @@ As honest kernels do it: symmetric, to the nearest (tf32 cut). Seen are operator
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,8 +44,20 @@ def number(precision: str, grid: int = 0) -> int:
 
 def lowered(call: Callable[[], Any], what: int) -> Any:
     """The call's result with products of narrower numbers; `what` as `number` gives it."""
-    with _Lowered(PRECISIONS[what // GRIDS], 1.0 + what % GRIDS * _STEP), sdpa_kernel(SDPBackend.MATH):
+    with _Lowered(PRECISIONS[what // GRIDS], 1.0 + what % GRIDS * _STEP), sdpa_kernel(SDPBackend.MATH), _in_steps():
         return call()
+
+
+@contextlib.contextmanager
+def _in_steps() -> Iterator[None]:
+    """Attention and encoder layers do all in one operator otherwise, where no gradients are asked for."""
+    mha: Any = torch.backends.mha
+    before = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        mha.set_fastpath_enabled(before)
 
 
 class _Lowered(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore] # torch's own hook is not typed
@@ -59,6 +72,11 @@ class _Lowered(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignor
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.name().partition(".")[0].removeprefix("aten::")
         places = _OPERANDS.get(name.removesuffix("_"))
+        if places is None and torch.is_inference_mode_enabled():  # what others are made of is not taken apart there
+            with self:
+                result = function.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         if places is None or not all(_is_wide(args[place]) for place in places):
             return function(*args, **(kwargs or {}))
         given, is_transposed = list(args), name == "convolution" and bool(args[6])
@@ -90,6 +108,8 @@ def rounded(
     """The values that are left of `x` as numbers of this kind. `kept`: the dimension whose parts share a scale; None:
     all but `along` do. `along`: one that is summed over, in which blocks lie. `stretch`: of the scale.
     """
+    if x.numel() == 0:
+        return x
     wide = x.float() if x.dtype.itemsize < 4 else x
     if precision in _BLOCKS:
         return _in_blocks(wide, precision, along, stretch).to(x.dtype)

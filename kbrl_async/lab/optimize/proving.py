@@ -207,4 +207,6 @@ def _drop_in(target: UserModule) -> str:
 
 
 def _plain(text: str) -> str:
-    return text.replace("\\", "/").replace('"""', "'''").replace("\n", " ")
+    """One line of a docstring or of comments: a file's name may hold anything that ends one."""
+    shown = "".join(letter if letter.isprintable() else " " for letter in text)
+    return shown.replace("\\", "/").replace('"""', "'''")

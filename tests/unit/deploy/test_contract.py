@@ -58,7 +58,8 @@ def test_every_command_is_one_that_kbrl_takes(where: str, words: list[str]) -> N
 def test_there_are_commands_to_check_in_every_kind_of_file() -> None:
     found = {where for where, _ in kbrl_commands()}
     assert found >= {"broker", "compile", "bench", "sampler", "slurm/run.sbatch", "slurm/workers.sbatch",
-                     "slurm/node.sbatch", "skypilot/run.yaml", "skypilot/worker.yaml", "kbrl-worker@.service", "README.md"}  # fmt: skip
+                     "slurm/node.sbatch", "skypilot/run.yaml", "skypilot/worker.yaml", "kbrl-worker@.service",
+                     "README.md"}  # fmt: skip
 
 
 def test_every_setting_on_a_command_line_is_a_key() -> None:

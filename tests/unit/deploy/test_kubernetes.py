@@ -273,9 +273,8 @@ def test_learner_and_samplers_have_the_gpus_that_the_run_says(folder: Path) -> N
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl, which renders the overlays, is not installed")
 def test_processes_of_several_gpus_have_room_to_meet_in() -> None:
-    done = subprocess.run(
-        ["kubectl", "kustomize", BASE.parent / "overlays" / "sharded"], capture_output=True, text=True, timeout=60, check=True
-    )
+    command = ["kubectl", "kustomize", str(BASE.parent / "overlays" / "sharded")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     running = {role(found): found for found in yaml.safe_load_all(done.stdout) if found["kind"] in KINDS}
     for name in ("learner", "sampler"):
         mounts = {mount["mountPath"]: mount["name"] for mount in pod(running[name])["containers"][0]["volumeMounts"]}

@@ -110,13 +110,13 @@ def test_a_cloud_task_has_the_parts_of_one(task: Path) -> None:
     used = set(re.findall(r"\$\{?([A-Z]{3,})\b", found["setup"] + found["run"])) - {"PATH"}
     assert used <= set(found["envs"])
     extras = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    installed = re.findall(r"\.\[([\w,-]+)\]", found["setup"]) + [found["envs"].get("EXTRAS", "")]
-    assert {name for group in installed for name in group.split(",") if name} <= set(extras)
+    named = [*re.findall(r"\.\[([\w,-]+)\]", found["setup"]), found["envs"].get("EXTRAS", "")]
+    assert {name for group in named for name in group.split(",") if name} <= set(extras)
 
 
 def test_a_worker_in_the_cloud_that_samples_has_vllm_and_settings_of_its_own() -> None:
     found = yaml.safe_load((DEPLOY / "skypilot" / "worker.yaml").read_text())
-    assert '[ "$KIND" != sample ] || .venv/bin/pip install --quiet \'.[vllm]\'' in found["setup"]
+    assert "[ \"$KIND\" != sample ] || .venv/bin/pip install --quiet '.[vllm]'" in found["setup"]
     assert found["run"].rstrip().endswith("$SETTINGS"), "how many GPUs it has is its host's to say"
     assert "sampler" in yaml.safe_load((DEPLOY / "skypilot" / "run.yaml").read_text())["setup"], "a key for it"
 

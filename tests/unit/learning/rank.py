@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from kbrl_async.errors import NonFiniteLoss
@@ -53,9 +54,14 @@ def settings(how: str) -> Config:
     )
 
 
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Copies of all that are trained, whole."""
+    weights = trainer.gathered_weights() or trainer.parameters.items()
+    return {name: p.detach().clone() for name, p in weights}
+
+
 def digest(trainer: Trainer) -> list[float]:
-    weights = dict(trainer.gathered_weights() or trainer.parameters)
-    return [float(p.detach().double().square().sum()) for p in weights.values()]
+    return [float(p.double().square().sum()) for p in weights_of(trainer).values()]
 
 
 def train(trainer: Trainer, groups: list[TrainGroup], folder: Path) -> list[dict[str, float]]:
@@ -64,9 +70,12 @@ def train(trainer: Trainer, groups: list[TrainGroup], folder: Path) -> list[dict
     checkpoints.save(folder / "checkpoints", trainer, checkpoints.LearnerProgress(version=2), keep_checkpoints=2)
     publish(trainer, folder, 2)
     metrics.append(trainer.step(groups, 0.7, version=2))
+    once = weights_of(trainer)
     spoil(trainer, groups)
     assert checkpoints.resume(folder / "checkpoints", trainer) is not None
     metrics.append(trainer.step(groups, 0.7, version=2))
+    again = weights_of(trainer)
+    assert all(torch.equal(once[name], again[name]) for name in again), "not the same, bit by bit"
     checkpoints.save(folder / "checkpoints", trainer, checkpoints.LearnerProgress(version=3), keep_checkpoints=2)
     return metrics
 
@@ -98,6 +107,7 @@ def publish(trainer: Trainer, folder: Path, version: int) -> None:
         None,
         0,
         CANARY,
+        str(folder / "base"),
         texts=[("x", [7, 8])],
         logprobs_of=trainer.sequence_logprobs,
         gathered=trainer.gathered_weights(),
@@ -123,6 +133,7 @@ def rank(folder: Path, how: str) -> None:
     whole = sum(x.numel() for x in tensors if not isinstance(x, DTensor) and x.ndim)
     said = {"metrics": metrics, "held": held, "whole": whole, "weights": digest(trainer)}
     (folder / f"said-{ranks.size}.json").write_text(json.dumps(said))
+    save_file(weights_of(trainer), folder / f"weights-{ranks.size}.safetensors")
     trainer.close()
 
 

@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from kbrl_async import cli
 from kbrl_async.durable import file_sha256
 from kbrl_async.errors import CheckpointError, ConfigError, PolicyMismatch
+from kbrl_async.lab.small_policy.making import train_tokenizer
 from kbrl_async.learning.policies import versions
 from kbrl_async.learning.policies.exporting import ABOUT, export
 from kbrl_async.learning.policies.models import active, add_adapters, causal_lm, wrap_lora
-from kbrl_async.runs.config import load
+from kbrl_async.runs.config import load, to_yaml
 from kbrl_async.runs.origins import base_model
 from kbrl_async.weights import MADE
+from protocols.records import TrainGroup
+from tests.unit.learning.rank import LORA_RANK
+from tests.unit.learning.test_process_group import run_ranks
 
 CANARY = [1, 2, 3, 4, 5]
 IDS = torch.tensor([[7, 8, 9, 3, 1]])
@@ -145,3 +152,30 @@ def test_a_run_s_policy_is_a_model_to_start_from(tmp_path: Path, lora: torch.nn.
     assert not (found / "adapter_config.json").exists()
     (found / "mark").touch()
     assert (Path(base_model(config, lambda _what, _share: None)) / "mark").is_file(), "not made again"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["full", "lora"])
+def test_a_checkpoint_that_two_ranks_wrote_is_exported_bit_by_bit(
+    tmp_path: Path, model: torch.nn.Module, groups: list[TrainGroup], how: str
+) -> None:
+    run, out = tmp_path / "runs" / "mine", tmp_path / "out"
+    model.resize_token_embeddings(400)  # type: ignore[operator]
+    model.save_pretrained(run / "base")  # type: ignore[operator]
+    train_tokenizer(["def forward(self, x): return x", "class Model"], 300).save_pretrained(str(run / "base"))
+    words = [f"model_name={run / 'base'}", f"lora_rank={0 if how == 'full' else LORA_RANK}"]
+    (run / "config.yaml").write_text(to_yaml(load(overrides=words)))
+    (run / "groups.json").write_bytes(msgspec.json.encode(groups))
+    run_ranks(run, how, 2)
+    checkpoint = run / "checkpoints" / "step-000003"
+    assert len(list(checkpoint.glob("shard-*.safetensors"))) == 2
+    assert cli.main(["export", str(checkpoint), str(out)]) == 0
+    trained = load_file(run / "weights-2.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    found = dict(loaded.named_parameters())
+    began = dict(AutoModelForCausalLM.from_pretrained(run / "base").named_parameters())
+    assert trained
+    for name, weights in trained.items():
+        name = name.removeprefix("base_model.model.")
+        assert torch.equal(found[name], weights), name
+        assert name not in began or not torch.equal(found[name], began[name]), f"{name} was not trained"

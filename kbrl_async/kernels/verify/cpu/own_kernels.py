@@ -35,6 +35,7 @@ from protocols.records import Fault
 
 _BLIND = "an answer to other inputs is right here, too, and an operator's result may be one"
 _SHORT = "a call without them found no memory"
+_FAILED = "the call without them ended before it had an answer"
 _SHADOWS_S, _SHADOW_CALLS = 5.0, 20
 """What a call may take in which each operator is done twice, and memory compared between them."""
 _UNSEEN = re.compile(
@@ -120,25 +121,47 @@ class OwnKernels:
             return
         self._checker.is_spent = True
         self._pass_by(sets)
-        self._checker.refuse(self._found_watched(wire.OP_MUTED, sets[0]))
-        is_extension, files = self._checker.is_extension, self._checker.artifacts
-        if is_extension and self._checker.fault is None:
-            self._checker.refuse(past_the_dispatcher(files) or self._of_shadows(self._checker.session, sets))
-        if self._checker.fault is None:
-            self._checker.refuse(self._switched_off(sets))
-
-    def _switched_off(self, sets: list[InputSet]) -> proof.Finding | None:
-        """From outside: nothing that it does once it is told of skipped kernels keeps it from being asked."""
-        if self._has_failed:
-            self._checker.renew()
-            if self._checker.is_replayed and self._checker.fault is None:
-                return self._not_needed(sets[0])
-            self._answer_once(sets[-1])
+        self._checker.refuse(self._found_muted(sets[0]))
+        if self._has_failed and self._checker.fault is None:
+            self._renew(sets)
         session = self._checker.session
         if self._checker.fault is not None or session is None:
-            return None
+            return
+        if self._checker.is_replayed:
+            self._checker.refuse(self._not_needed(sets[0]))
+        elif self._checker.is_extension:
+            past = past_the_dispatcher(self._checker.artifacts)
+            self._checker.refuse(past or self._of_shadows(session, sets) or self._switched_off(session, sets))
+        else:
+            self._checker.refuse(self._alone_or_off(session, sets))
+
+    def _renew(self, sets: list[InputSet]) -> None:
+        """Nothing that it does once it is told of skipped kernels keeps it from being asked."""
+        self._has_failed = False
+        self._checker.renew()
+        if not self._checker.is_replayed:
+            self._answer_once(sets[-1])
+
+    def _alone_or_off(self, session: Judged, sets: list[InputSet]) -> proof.Finding | None:
+        """It may answer otherwise, or not at all, where it sees that its kernels wrote nothing. So what the library
+        makes alone is looked at as well, of whose kernels a function each is called.
+        """
+        alone = self._of_shadows(session, sets) if self._checker.artifacts else None
+        return (None if self._has_failed else self._switched_off(session, sets)) or alone
+
+    def _switched_off(self, session: Judged, sets: list[InputSet]) -> proof.Finding | None:
+        """From outside."""
         is_off = session.disarm(self._checker.artifacts, whole=self._checker.is_extension)
-        return self._found_watched(wire.OP_RUN, sets[-1]) if is_off else None
+        return self._found_off(sets[-1]) if is_off else None
+
+    def _found_off(self, input_set: InputSet) -> proof.Finding | None:
+        try:
+            return self._found_over(input_set, functools.partial(self._without_kernels, wire.OP_RUN))
+        except CandidateFault as fault:
+            if self._checker.is_extension:  # of which more is off than its kernels: that ends its process as a rule
+                return self._shown_by(fault)
+            self._note(fault)
+            return proof.unseen(f"{_FAILED}: {fault.text}")  # it may have looked at what its kernels wrote
 
     def _answer_once(self, asked: InputSet) -> None:
         """A new process, over another set: afterwards it stands still."""
@@ -148,13 +171,14 @@ class OwnKernels:
         try:
             other.known.load()
             place(self._checker.session, 0, other)
-            self._checker.session.call(wire.OP_RUN, 0, self._checker.call_deadline())
+            first_s = max(self._checker.options.first_call_s, self._checker.call_deadline())
+            self._checker.session.call(wire.OP_RUN, 0, first_s)
         except CandidateFault as fault:
             self._checker.accuse(fault)
 
-    def _found_watched(self, op: int, input_set: InputSet) -> proof.Finding | None:
+    def _found_muted(self, input_set: InputSet) -> proof.Finding | None:
         try:
-            return self._found_over(input_set, functools.partial(self._without_kernels, op))
+            return self._found_over(input_set, functools.partial(self._without_kernels, wire.OP_MUTED))
         except CandidateFault as fault:
             self._has_failed = True
             return self._shown_by(fault)
@@ -199,6 +223,7 @@ class OwnKernels:
                 place(session, slot, input_set)
             trace = session.call(wire.OP_SHADOWED, 0, _SHADOWS_S + _SHADOW_CALLS * self._checker.one_call_s).trace
         except CandidateFault as fault:
+            self._has_failed = True
             self._note(fault)
             return proof.unseen(f"a call in which its operators are done again failed: {fault.text}")
         return proof.of_shadows(trace.answered) if trace is not None and trace.answered else None

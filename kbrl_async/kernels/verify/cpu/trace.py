@@ -34,6 +34,7 @@ _now = time.thread_time_ns
 _is_tensor, _as_tensor = torch.is_tensor, torch.as_tensor
 _is_captured = torch.cuda.is_current_stream_capturing
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_binding: Any = torch._C
 _in_python = torch.library._impls
 """Operator and dispatch key of each function that Python has registered."""
 _KEPT, _MOVED = 8, 2
@@ -92,7 +93,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
             return function(*args, **(kwargs or {}))
         name = function.name().partition(".")[0]
         is_own = not name.startswith(_LIBRARY)
-        if is_own and (keys := _keys_in_python(function, args)) is not None:
+        if is_own and (keys := _keys_in_python(function, (args, kwargs))) is not None:
             with self:  # what it launches and calls is seen by itself
                 return function.redispatch(keys, *args, **(kwargs or {}))
         if is_own and RECORDER.is_muted:
@@ -147,16 +148,15 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
         return holding.adds(lambda wanted: is_answer(item, wanted))
 
 
-def _keys_in_python(function: Any, args: Any) -> Any:
+def _keys_in_python(function: Any, given: Any) -> Any:
     """Where a candidate's operator is Python (`torch.library.custom_op`, `Library.impl`), what it is registered under
     for these arguments; else None.
     """
-    name = function.name()
-    device = next((value.device.type for value in args if _is_tensor(value)), "cpu").upper()
+    name, binding = function.name(), _binding
+    device: str = binding._dispatch_key_for_device(next((one.device.type for one in _tensors_in(given)), "cpu"))
     key = device if _has_kernel(name, device) else "CompositeExplicitAutograd"
     if f"{name.replace('::', '/')}/{key}" not in _in_python:
         return None
-    binding: Any = torch._C
     return binding.DispatchKeySet(binding._parse_dispatch_key(device))
 
 

@@ -8,9 +8,10 @@ from kbrl_async.kernels.backends import backend
 from kbrl_async.kernels.funnel import Verifier
 from kbrl_async.kernels.problems.beside import pack
 from protocols.records import Candidate, Fault, Problem
-from tests.unit.kernels.open.test_honest import CALLED, MADE, c, cpp
+from tests.unit.kernels.open.test_honest import CALLED, LOAD, MADE, c, cpp
 
 _COPY = "void copy(const float *x, float *y, long n) { for (long i = 0; i < n; i++) y[i] = x[i]; }"
+_LOOKED_AT = "y = torch.zeros_like(x); self.f(x.contiguous(), y, x.numel())"
 _COPIED = 'self.f = c_kernel(SOURCE, "copy")'
 _PASSED_ON = "y = torch.empty_like(x); self.f(z.contiguous(), y, x.numel())"
 _FORGE = "from kbrl_async.kernels.backends.launch.recorder import RECORDER"
@@ -28,10 +29,9 @@ OF.impl('f', {}, 'CPU')
 """Behind the source: an operator of its own, in Python."""
 
 
-def operator(function: str, forward: str) -> str:
-    return c(init="pass", forward=forward).replace(
-        "class ModelNew", _OF_LIBRARY.replace("{}", function) + "\nclass ModelNew"
-    )
+def operator(function: str, forward: str, key: str = "CPU") -> str:
+    library = _OF_LIBRARY.replace("{}", function).replace("'CPU'", f"'{key}'")
+    return c(init="pass", forward=forward).replace("class ModelNew", f"{library}\nclass ModelNew")
 
 
 _SEND = """
@@ -97,6 +97,62 @@ CAUGHT = {
     "the library does it in an operator of its own": (
         operator("lambda x: x * 2 + 1", "F; y = torch.ops.kbrl_rules.f(x)"),
         (Fault.CHEATING, "no_own_kernel"),
+    ),
+    "in one of no device": (
+        operator("lambda x: x * 2 + 1", "F; y = torch.ops.kbrl_rules.f(x)", "BackendSelect"),
+        (Fault.CHEATING, "decoy_kernel"),
+    ),
+    "in one that is made of others, where those are not seen": (
+        operator(
+            "lambda x: x * 2 + 1",
+            "F\n        with torch.inference_mode():\n            y = torch.ops.kbrl_rules.f(x)",
+            "CompositeImplicitAutograd",
+        ),
+        (Fault.CHEATING, "decoy_kernel"),
+    ),
+    "in one for sparse tensors": (
+        operator("lambda x, n: x * 2 + 1", "y = torch.ops.kbrl_rules.f(x, x.to_sparse())", "SparseCPU").replace(
+            "f(Tensor x)", "f(Tensor x, Tensor n)"
+        ),
+        (Fault.CHEATING, "decoy_kernel"),
+    ),
+    "in one of which nobody knows any more": (
+        operator("lambda x: x * 2 + 1", "F; y = torch.ops.kbrl_rules.f(x)").replace(
+            "class ModelNew", "torch.library._impls.clear()\nclass ModelNew"
+        ),
+        (Fault.CHEATING, "decoy_kernel"),
+    ),
+    "it fails where a kernel of its own wrote nothing": (
+        c(forward=f"x.sum().item(); {_LOOKED_AT}\n        assert y.any(); y = x * 2 + 1"),
+        (Fault.UNPROVEN, "no_own_kernel"),
+    ),
+    "it gives nothing where a kernel of its own wrote nothing": (
+        c(forward=f"x.sum().item(); {_LOOKED_AT}\n        if y.any():\n            y = x * 2 + 1"),
+        (Fault.UNPROVEN, "no_own_kernel"),
+    ),
+    "it fails there, and numpy does it": (
+        c(
+            "import numpy as np",
+            forward=f"{_LOOKED_AT}\n        assert y.any(); y = torch.from_numpy(x.numpy() * 2 + 1)",
+        ),
+        (Fault.UNPROVEN, "no_own_kernel"),
+    ),
+    "and its first call in each process takes half a second": (
+        c(
+            "import time",
+            init=f"{MADE}; self.n = 0",
+            forward="self.n or time.sleep(0.5); self.n = 1; x.sum().item()\n"
+            f"        {_LOOKED_AT}\n        assert y.any(); y = x * 2 + 1",
+        ),
+        (Fault.UNPROVEN, "no_own_kernel"),
+    ),
+    "an extension that ends its process where its kernels are skipped": (
+        cpp(
+            _FORGE + "\nimport os",
+            init=f"self.e = {LOAD}",
+            forward="z = self.e.f(x.contiguous())\n        RECORDER.is_muted and os._exit(1)\n        return x * 2 + 1",
+        ),
+        (Fault.UNPROVEN, "no_own_kernel"),
     ),
     "the library does it behind an operator of its own": (
         operator("own", "torch.ops.kbrl_rules.f(x); y = x * 2 + 1"),

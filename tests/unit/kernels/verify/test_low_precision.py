@@ -16,6 +16,7 @@ from kbrl_async.kernels.settings import TimingBench
 from kbrl_async.kernels.verify import Bench, bench_options
 from kbrl_async.kernels.verify.compare import difference
 from kbrl_async.kernels.verify.input_set import InputSet
+from kbrl_async.kernels.verify.lowering import lowered, number
 from protocols.records import Candidate, Fault, Verdict
 
 M, K, N = 64, 512, 96
@@ -458,3 +459,35 @@ def test_a_kernel_in_c_is_held_to_what_the_problem_allows(
     verdict = built_and_judged(IN_C.replace("MOST", most).replace("UNTIL", until), problem, replay)
     assert verdict.fault is fault, verdict
     assert ("root mean square" in verdict.tolerance_note) is bool(precision)
+
+
+def without_autograd(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def run() -> torch.Tensor:
+        with torch.inference_mode():
+            return call()
+
+    return run
+
+
+X, W = torch.randn(2, 32, 64), torch.randn(64, 48)
+_HEADS = torch.nn.MultiheadAttention(64, 4, batch_first=True).eval()
+_LAYER = torch.nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True).eval()
+WHOLE: dict[str, Callable[[], torch.Tensor]] = {
+    "heads of attention": lambda: _HEADS(X, X, X, need_weights=False)[0],
+    "a layer of an encoder": lambda: _LAYER(X),
+    "a product without autograd": without_autograd(lambda: X @ W),
+    "a layer without autograd": without_autograd(lambda: torch.nn.functional.linear(X, W.T)),
+    "attention without autograd": without_autograd(lambda: torch.nn.functional.scaled_dot_product_attention(X, X, X)),
+    "an expert that nobody asks": lambda: X[0] @ W + (X[0, :0] @ W).sum(),
+}
+
+
+@pytest.mark.parametrize("precision", ["float8_e4m3fn", "int8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_products_are_narrow_wherever_the_library_has_them(name: str, precision: str) -> None:
+    """In one operator of its own for a whole layer, untouched by autograd, of no rows."""
+    with torch.no_grad():
+        expected = WHOLE[name]()
+        other = lowered(WHOLE[name], number(precision))
+        assert torch.equal(WHOLE[name](), expected), "nothing is left behind"
+    assert 1e-3 < float((other - expected).std() / expected.std()) < 0.5

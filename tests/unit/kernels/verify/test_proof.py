@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import signal
@@ -157,6 +158,23 @@ def test_an_operator_that_is_python_is_what_it_calls(key: str, is_muted: bool) -
     assert result.tolist() == [2, 2, 2]
     assert found.launches == {}
     assert found.ops["aten::mul"][0] == 1
+
+
+@pytest.mark.parametrize("call", [lambda x: torch.ops.kbrl_lists.first([x]), lambda x: torch.ops.kbrl_lists.named(x=x)])
+def test_an_operator_that_is_python_is_that_of_its_tensors_wherever_they_stand(
+    call: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    untyped: Any = torch.library
+    library = untyped.Library("kbrl_lists", "DEF")
+    library.define("first(Tensor[] xs) -> Tensor")
+    library.define("named(*, Tensor x) -> Tensor")
+    for key, factor in (("CPU", 2), ("Meta", 1)):
+        library.impl("first", lambda xs, by=factor: torch.cat([xs[0]] * by), key)
+        library.impl("named", lambda x, by=factor: torch.cat([x] * by), key)
+    for device, size in (("cpu", 6), ("meta", 3)):
+        x = torch.ones(3, device=device)
+        result, found = trace.recorded(functools.partial(call, x))
+        assert (result.numel(), found.launches) == (size, {}), device
 
 
 def test_an_accusation_needs_two_facts() -> None:

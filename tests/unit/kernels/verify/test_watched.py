@@ -481,6 +481,7 @@ def test_a_proof_that_found_no_memory_is_none_on_a_processor_either(is_replayed:
     session.disarm = lambda artifacts, whole: 0
     checker = Mock(is_recorded=True, is_replayed=is_replayed, is_extension=False, fault=None, doubt=None)
     checker.session = session
+    checker.refuse.side_effect = lambda found: setattr(checker, "fault", found)
     checker.order = [Mock(degenerate=False, expected=[], tolerances=[])] * 2
     checker.reference.declared.backward = ""
     with patch("kbrl_async.kernels.verify.cpu.own_kernels.place"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import random
 from collections.abc import Callable
@@ -158,6 +159,14 @@ def test_a_source_with_a_docstring_and_imports_of_the_future_is_still_a_module()
     exec(compile(made, "made", "exec", dont_inherit=True), names)
     assert names["__doc__"] == "Mine."
     assert "\n# Written by me: every line" in made
+
+
+@pytest.mark.parametrize("source", ["", '"""Mine."""\n'])
+def test_a_name_of_a_file_is_never_code(source: str) -> None:
+    for ending in ("\n", "\r", "\0", "\x85", "\u2028", '"""\n', "\\"):
+        author = f"the author of a{ending}import os.py"
+        made = proving.render(TARGET, source, "x.py", "c", author, "1.0")
+        assert not any(isinstance(node, ast.Import) for node in ast.parse(made).body), repr(ending)
 
 
 def test_a_proven_kernel_that_is_not_faster_needs_the_flag(tmp_path: Path) -> None:
