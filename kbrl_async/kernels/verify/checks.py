@@ -100,7 +100,7 @@ class Checker:
         self._compiling_until = 0.0
         """Until when its calls may last that long; 0 where torch compiles nothing for it."""
         self._is_warm = False
-        """It has answered once to be recorded."""
+        """Its process has answered once."""
         self._first_answer: list[torch.Tensor] = []
         self._earlier: list[tuple[wire.TensorMeta, torch.Tensor]] = []
         self._backend: Backend = LIBRARY
@@ -134,7 +134,7 @@ class Checker:
         """
         # A launch plan has no other way to an answer than its own kernels; a GPU has a way of its own to ask.
         is_asked = self.reference.records and not plan.is_plan(candidate.source) and self.is_proven
-        self._submitted = candidate, artifacts
+        self._submitted, self._is_warm = (candidate, artifacts), False
         self._backend = backend(candidate.backend)
         self.is_recorded = is_asked and self._backend.is_recorded
         self.artifacts = list(artifacts.values())
@@ -326,7 +326,7 @@ class Checker:
 
     def call_deadline(self) -> float:
         """For one call; the whole candidate's deadline cuts it short, unless the reference itself is slow."""
-        is_first = not (self._answers or self._is_warm)
+        is_first = not self._is_warm
         one = max(self.one_call_s, self.options.first_call_s) if is_first else self.one_call_s
         now = time.monotonic()
         end = self._compiling_until + self.options.deadline_s if self._compiling_until else self._deadline
@@ -343,6 +343,7 @@ class Checker:
         places = self.session.slots[slot]
         place(self.session, slot, input_set)
         outcome = self.session.call(op, slot, self.call_deadline())
+        self._is_warm = True
         self._calls_s.append(outcome.elapsed_ns / 1e9)
         got = self.outputs(outcome)
         if not input_set.mutated:

@@ -171,8 +171,7 @@ class OwnKernels:
         try:
             other.known.load()
             place(self._checker.session, 0, other)
-            first_s = max(self._checker.options.first_call_s, self._checker.call_deadline())
-            self._checker.session.call(wire.OP_RUN, 0, first_s)
+            self._checker.session.call(wire.OP_RUN, 0, self._checker.call_deadline())
         except CandidateFault as fault:
             self._checker.accuse(fault)
 

@@ -137,11 +137,11 @@ CAUGHT = {
         ),
         (Fault.UNPROVEN, "no_own_kernel"),
     ),
-    "and its first call in each process takes half a second": (
+    "and its first call in each process takes a second": (
         c(
             "import time",
             init=f"{MADE}; self.n = 0",
-            forward="self.n or time.sleep(0.5); self.n = 1; x.sum().item()\n"
+            forward="self.n or time.sleep(1.3); self.n = 1; x.sum().item()\n"
             f"        {_LOOKED_AT}\n        assert y.any(); y = x * 2 + 1",
         ),
         (Fault.UNPROVEN, "no_own_kernel"),
