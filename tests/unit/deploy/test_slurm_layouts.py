@@ -17,7 +17,8 @@ from tests.unit.deploy.reading import DEPLOY
 
 SCRIPT = DEPLOY / "slurm" / "run.sbatch"
 GPUS, CORES = 4, 16
-STAND_INS = {"srun": 'printf "%q " "$@" >>"$STEPS"; echo >>"$STEPS"', "scontrol": "printf '%s\\n' $SLURM_JOB_NODELIST",
+STAND_INS = {"srun": 'line=$(printf "%q " "$@"); echo "$line" >>"$STEPS"',
+             "scontrol": "printf '%s\\n' $SLURM_JOB_NODELIST",
              "hostname": "echo n1",
              "python": 'case "$*" in *" prepare "*) echo "$*" >"$STEPS.prepare";; esac'}  # fmt: skip
 
@@ -105,7 +106,7 @@ def test_a_layout_has_its_roles_on_its_nodes_and_no_step_takes_what_another_has(
             cores[node] += one.cores
     assert max(gpus.values()) <= GPUS
     assert max(cores.values()) <= CORES
-    placed = {role: " ".join(where) for role, where in roles.items()}
+    placed = {role: " ".join(sorted(where)) for role, where in roles.items()}
     everywhere = " ".join(f"n{number + 1}" for number in range(nodes))
     assert placed == {"broker": "n1", "reward_aggregator": "n1", "compile": everywhere, **wanted}
 
