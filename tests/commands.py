@@ -16,7 +16,6 @@ NOT_RUN: Mapping[str, tuple[str, ...]] = {
     "serves until it is stopped: tests/e2e/test_serving.py, tests/unit/lab/report/test_live.py": (
         "kbrl serve",
         "kbrl serve --broker processes.timing_bench=1",
-        "kbrl report default --live",
     ),
     "installs into .venv: CI installs the same lists": (
         "make install",
