@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,6 +52,7 @@ def again(archive: ArchivedTurns, run: Path) -> Iterator[tuple[str, Any]]:
     yield "timings", len(timed)
     yield "timings_disturbed", sum(not _is_sound(answer) for answer in timed)
     yield "trust", _trust(archive, answers)
+    yield from _builds(archive, [*answers, *before, *after])
     yield "funnel", funnel(archive, answers)
     yield "best_kernels", best_kernels([*answers, *before, *after])
 
@@ -65,6 +67,15 @@ def _trust(archive: ArchivedTurns, answers: Sequence[LoggedAnswer]) -> dict[str,
         for kind, found in kinds.items()
         if kind
     }
+
+
+def _builds(archive: ArchivedTurns, answers: Sequence[LoggedAnswer]) -> Iterator[tuple[str, Any]]:
+    """Of each answer with extensions, how these were built stands behind the toolchain's name."""
+    tools = [archive.records[answer.key].toolchain for answer in answers if answer.key in archive.records]
+    found = [ways for tool in tools if (ways := re.findall(r" (fast|full: [^;]+)(?:;|$)", tool))]
+    why = Counter(way.removeprefix("full: ") for ways in found for way in ways if way != "fast")
+    yield "extensions", len(found)
+    yield "built_in_full", dict(why.most_common(BEST))
 
 
 def _counters(archive: ArchivedTurns) -> Iterator[tuple[str, Any]]:

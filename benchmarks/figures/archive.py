@@ -53,6 +53,7 @@ class TurnRecord(NamedTuple):
     source: str
     stages: list[tuple[str, str, float]]
     trust: str
+    toolchain: str
 
 
 class ArchivedTurns:
@@ -84,4 +85,5 @@ def _recorded(packed: bytes) -> TurnRecord:
     kernel = (generation.get("candidate") or {}).get("source", "")
     flagged = bool(request["problem"].get("flags"))
     trust = next((str(frame["verdict"].get("trust", "")) for frame in frames[2:] if "verdict" in frame), "")
-    return TurnRecord(request.get("admitted_version", 0), flagged, bool(kernel), kernel, stages, trust)
+    toolchain = next((str(frame["toolchain"]) for frame in frames[2:] if frame.get("toolchain")), "")
+    return TurnRecord(request.get("admitted_version", 0), flagged, bool(kernel), kernel, stages, trust, toolchain)

@@ -36,6 +36,12 @@ from protocols.records import (
 from protocols.rollout import STEPS, Record
 
 SIZE, TURNS, GROUPS = 4, 2, 60
+TOOLCHAINS = (
+    "gcc 12.2",
+    "g++ 12 fast",
+    "g++ 12 full: asks for gradients",
+    "g++ 12 fast; g++ 12 full: cutlass is not here",
+)
 ENDS = {56: ("dropped_stale", "stale"), 57: ("failed", "run_ended"), 58: ("failed", "run_ended"), 59: None}
 """Of the last groups; all others were trained on."""
 
@@ -136,7 +142,8 @@ class MadeUp:
             report = BuildReport(fault, rule="syntax", stages=(StageReport("static", fault, 0.01),))
             return Record.of(request, written, report)
         failed = Fault.COMPILE_ERROR if end == "compile" else Fault.OK
-        built = BuildReport(failed, stages=(static, StageReport("compile", failed, self.random.random())))
+        took = StageReport("compile", failed, self.random.random())
+        built = BuildReport(failed, toolchain=self.random.choice(TOOLCHAINS), stages=(static, took))
         return Record.of(request, written, built, *([] if end == "compile" else [self._bench(end == "right")]))
 
     def _bench(self, is_right: bool) -> BenchReport:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kbrl_async.kernels.backends.launch.stand_ins import StandIns
+if TYPE_CHECKING:
+    from kbrl_async.kernels.backends.launch.stand_ins import StandIns  # needs torch
 
 _now = time.thread_time_ns  # CPU time of this thread: others on the core must not look like a slow kernel
 

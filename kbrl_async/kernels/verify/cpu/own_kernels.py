@@ -133,7 +133,7 @@ class OwnKernels:
             past = past_the_dispatcher(self._checker.artifacts)
             self._checker.refuse(past or self._of_shadows(session, sets) or self._switched_off(session, sets))
         else:
-            self._checker.refuse(self._alone_or_off(session, sets))
+            self._checker.refuse(self._switched_off(session, sets))
 
     def _renew(self, sets: list[InputSet]) -> None:
         """Nothing that it does once it is told of skipped kernels keeps it from being asked."""
@@ -141,13 +141,6 @@ class OwnKernels:
         self._checker.renew()
         if not self._checker.is_replayed:
             self._answer_once(sets[-1])
-
-    def _alone_or_off(self, session: Judged, sets: list[InputSet]) -> proof.Finding | None:
-        """It may answer otherwise, or not at all, where it sees that its kernels wrote nothing. So what the library
-        makes alone is looked at as well, of whose kernels a function each is called.
-        """
-        alone = self._of_shadows(session, sets) if self._checker.artifacts else None
-        return (None if self._has_failed else self._switched_off(session, sets)) or alone
 
     def _switched_off(self, session: Judged, sets: list[InputSet]) -> proof.Finding | None:
         """From outside."""

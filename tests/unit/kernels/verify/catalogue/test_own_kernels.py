@@ -95,7 +95,7 @@ SNIFFER = candidate(
     while frame is not None:
         names.add(frame.f_code.co_name)
         frame = frame.f_back
-    if names & {"recorded", "_traced", "_shadowed"}:
+    if names & {"recorded", "_traced"}:
         return self.own(x)
     return torch.softmax(x * self.gain, dim=-1)
     """
