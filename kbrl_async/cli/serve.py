@@ -14,7 +14,7 @@ import msgspec
 from kbrl_async.cli.launch import gave_up, start_and_wait
 from kbrl_async.cli.shared import add_settings, resolve
 from kbrl_async.errors import MissingTool, UserError
-from kbrl_async.kernels.settings import Rules
+from kbrl_async.kernels.settings import OUTPUTS, Rules
 from kbrl_async.runs.config import process_counts
 from kbrl_async.runs.folder import plan, prepare, writing
 from kbrl_async.serving import settings as serving
@@ -82,8 +82,7 @@ def _over_broker(args: argparse.Namespace) -> tuple[Path, dict[str, int], Rules]
     folder: Path = args.folder
     words = [f"log_path={folder.absolute().parent}", f"name={folder.name}"]
     if args.rules:
-        outputs = {"strict": "fresh", "open": "kept"}[args.rules]
-        words += [f"compile_farm.rules={args.rules}", f"timing_bench.outputs={outputs}"]
+        words += [f"compile_farm.rules={args.rules}", f"timing_bench.outputs={OUTPUTS[args.rules]}"]
     args.overrides = [*words, *args.overrides]
     config = resolve(args)
     plan(config)

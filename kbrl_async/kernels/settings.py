@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -41,6 +42,8 @@ BackendName = Annotated[str, Meta(extra={"door": BACKENDS})]
 
 Rules = Literal["strict", "open"]
 Outputs = Literal["fresh", "kept"]
+OUTPUTS: Mapping[Rules, Outputs] = {"strict": "fresh", "open": "kept"}
+"""What these rules want where nothing is said of outputs."""
 
 
 class CompileFarm(msgspec.Struct, frozen=True, kw_only=True):

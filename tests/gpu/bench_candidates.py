@@ -20,7 +20,7 @@ def get_inputs():
 def get_init_inputs():
     return [1.5]
 """
-TRITON = """
+TRITON_KERNEL = """
 import torch
 import torch.nn as nn
 import triton
@@ -31,7 +31,8 @@ def shifted(x, y, out, n, shift, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + at, mask=at < n) * 2 + tl.load(y + at, mask=at < n) + shift
     tl.store(out + at, value, mask=at < n)
-
+"""
+TRITON = f"""{TRITON_KERNEL}
 class ModelNew(nn.Module):
     def __init__(self, shift):
         super().__init__()

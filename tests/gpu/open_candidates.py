@@ -9,7 +9,7 @@ import msgspec
 
 from kbrl_async.kernels.problems.beside import pack
 from protocols.records import REPLAYED
-from tests.gpu.bench_candidates import ADD
+from tests.gpu.bench_candidates import ADD, TRITON_KERNEL
 
 PRODUCT = ADD.replace("x * 2 + y + self.shift", "x @ y * self.shift").replace("1024, 512", "512, 512")
 HALF_PRODUCT = PRODUCT.replace("512, 512", "512, 512, dtype=torch.float16")
@@ -58,18 +58,6 @@ def model(*body: str, init: str = "pass") -> str:
 
 # ── Triton ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_TRITON = """
-import torch
-import torch.nn as nn
-import triton
-import triton.language as tl
-
-@triton.jit
-def shifted(x, y, out, n, shift, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < n) * 2 + tl.load(y + at, mask=at < n) + shift
-    tl.store(out + at, value, mask=at < n)
-"""
 SHIFTED = "shifted[(triton.cdiv(x.numel(), 1024),)](x, y, out, x.numel(), {}, BLOCK=1024)"
 _OUT = "out = torch.empty_like(x)"
 _CUSTOM_OP = f"""
@@ -164,18 +152,19 @@ def strided(x, y, out, width, x_row, out_row, shift, BLOCK: tl.constexpr):
 """
 _DESCRIBED = "TensorDescriptor.from_tensor"
 TRITON_STYLES = {
-    "custom op": OpenStyle(_TRITON + _CUSTOM_OP + _FAKE + model("out = op(x, y, self.shift)"), trust=""),
+    "custom op": OpenStyle(TRITON_KERNEL + _CUSTOM_OP + _FAKE + model("out = op(x, y, self.shift)"), trust=""),
     "custom op, nothing said for meta tensors": OpenStyle(
-        _TRITON + _CUSTOM_OP + model("out = op(x, y, self.shift)"), trust=""
+        TRITON_KERNEL + _CUSTOM_OP + model("out = op(x, y, self.shift)"), trust=""
     ),
     "an op of its own library": OpenStyle(
-        _TRITON + _LIBRARY_IMPL + model(_OUT, "torch.ops.kbrl_tests_impl.shifted_(x, y, out, self.shift)"), trust=""
+        TRITON_KERNEL + _LIBRARY_IMPL + model(_OUT, "torch.ops.kbrl_tests_impl.shifted_(x, y, out, self.shift)"),
+        trust="",
     ),
     "tuned, by heuristics": OpenStyle(
-        _TRITON + _TUNED + model(_OUT, "rows[(x.shape[0],)](x, y, out, x.shape[1], self.shift)"), ROWS
+        TRITON_KERNEL + _TUNED + model(_OUT, "rows[(x.shape[0],)](x, y, out, x.shape[1], self.shift)"), ROWS
     ),
     "descriptors of the host": OpenStyle(
-        _TRITON
+        TRITON_KERNEL
         + _HOST_DESCRIPTORS
         + model(
             _OUT,
@@ -184,11 +173,11 @@ TRITON_STYLES = {
         )
     ),
     "descriptors made by the kernel": OpenStyle(
-        _TRITON + _DEVICE_DESCRIPTORS + model(_OUT, "tiles[(16, 8)](x, y, out, *x.shape, self.shift, BLOCK=64)"),
+        TRITON_KERNEL + _DEVICE_DESCRIPTORS + model(_OUT, "tiles[(16, 8)](x, y, out, *x.shape, self.shift, BLOCK=64)"),
         trust="",
     ),
     "persistent": OpenStyle(
-        _TRITON
+        TRITON_KERNEL
         + _PERSISTENT
         + model(
             _OUT,
@@ -198,7 +187,7 @@ TRITON_STYLES = {
         PRODUCT,
     ),
     "warps specialised": OpenStyle(
-        _TRITON
+        TRITON_KERNEL
         + _SPECIALISED
         + model(
             _OUT,
@@ -208,7 +197,7 @@ TRITON_STYLES = {
         HALF_PRODUCT,
     ),
     "views of padded buffers": OpenStyle(
-        _TRITON
+        TRITON_KERNEL
         + _STRIDED
         + model(
             "rows, width = x.shape",
@@ -261,7 +250,7 @@ assert "class ModelNew" in open(__file__).read()
 assert os.path.exists(os.path.join(HERE, "parts", "kernel.py"))
 """
 _SCRATCH = (
-    _TRITON
+    TRITON_KERNEL
     + """
 import json, os, pathlib, tempfile
 
@@ -314,7 +303,7 @@ OTHER_STYLES = {
     ),
     "einops": OpenStyle(
         "from einops import rearrange, repeat"
-        + _TRITON
+        + TRITON_KERNEL
         + model(
             'x, y = rearrange(x, "(a b) c -> a b c", b=8), rearrange(y, "(a b) c -> a b c", b=8)',
             _OUT,
@@ -324,7 +313,7 @@ OTHER_STYLES = {
         needs="einops",
     ),
     "torch.compile around a kernel": OpenStyle(
-        _TRITON
+        TRITON_KERNEL
         + f"\ndef step(x, y, shift):\n    {_OUT}\n    {SHIFTED.format('shift')}\n    return out\n"
         + model("out = self.step(x, y, self.shift)", init="self.step = torch.compile(step)"),
     ),

@@ -90,8 +90,9 @@ class AsyncVerifier:
         if found is None:
             with self._lock:
                 cores = self._options.cores or next(self._cores)
-            usual = default_bench(cores, rules=self._options.farm.rules)
-            bench = self._options.bench or msgspec.structs.replace(usual, alone_share=ALONE_SHARE)
+            bench = self._options.bench or msgspec.structs.replace(
+                default_bench(cores, rules=self._options.farm.rules), alone_share=ALONE_SHARE
+            )
             options = msgspec.structs.replace(self._options, cores=cores, bench=bench)
             found = Verifier(self._device, options).__enter__()
             self._open.append(found)

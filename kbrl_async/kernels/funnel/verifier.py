@@ -32,7 +32,7 @@ from kbrl_async.kernels.funnel.result import Result, early, unbuilt, with_findin
 from kbrl_async.kernels.problems import beside, downloads, find_problem, parse_problem
 from kbrl_async.kernels.problems.precision import in_precision
 from kbrl_async.kernels.sandbox import Limits, Zygote
-from kbrl_async.kernels.settings import CompileFarm, Outputs, Rules, TimingBench
+from kbrl_async.kernels.settings import OUTPUTS, CompileFarm, Outputs, Rules, TimingBench
 from kbrl_async.kernels.stages import StageClock
 from kbrl_async.kernels.timing import Recipe, resolution
 from kbrl_async.kernels.timing.peaks import peaks_of
@@ -262,19 +262,15 @@ def _start(zygote: Zygote) -> None:
 
 
 def default_bench(cores: tuple[int, ...], recipe: Recipe | None = None, rules: Rules = "open") -> BenchOptions:
-    """As in a run, but with room for large problems: half of the memory that is free now. `strict` wants fresh outputs,
-    `open` takes kept ones.
-    """
+    """As in a run, but with room for large problems: half of the memory that is free now."""
     memory = max(Limits().memory_bytes, psutil.virtual_memory().available // 2)
     limits = Limits(cores=cores, cpu_s=_CPU_S, memory_bytes=memory, file_bytes=memory)
-    outputs: Outputs = "fresh" if rules == "strict" else "kept"
-    return bench_options(TimingBench(outputs=outputs), cores=cores, recipe=recipe, limits=limits)
+    return bench_options(TimingBench(outputs=OUTPUTS[rules]), cores=cores, recipe=recipe, limits=limits)
 
 
 def under(options: VerifyOptions, rules: Rules, outputs: Outputs | None = None) -> VerifyOptions:
-    """The options under these rules; where nothing is said of outputs, those of `default_bench`."""
-    usual = default_bench(options.cores, rules=rules)
-    bench = msgspec.structs.replace(options.bench or usual, outputs=outputs or usual.outputs)
+    """The options under these rules; where nothing is said of outputs, they decide that, too."""
+    bench = msgspec.structs.replace(options.bench or default_bench(options.cores), outputs=outputs or OUTPUTS[rules])
     return msgspec.structs.replace(options, farm=msgspec.structs.replace(options.farm, rules=rules), bench=bench)
 
 

@@ -405,7 +405,7 @@ class Bench:
         floor = Floor(checker.reference, peaks, None if self.probe is None else self.measure_peaks)
         if timed.speedup <= self.options.recipe.suspicious and not floor.is_beaten_by(timed):
             return verdict, floor.noted(timed)
-        checker.restart(job.candidate, job.artifacts)
+        checker.restart()
         again = None if checker.fault else self.measure(checker, job.tick, job.clock)
         if again is None:
             return verdict_of(checker), None

@@ -221,15 +221,11 @@ class Checker:
         """
         return self.is_shared and (fault is Fault.OK) == (self.trust == OBSERVED)
 
-    def restart(self, candidate: Candidate, artifacts: dict[str, Path]) -> None:
-        """A fresh process for a second measurement."""
-        self.close()
-        self.start(candidate, artifacts, is_alone=True)
-
-    def renew(self) -> None:
+    def restart(self) -> None:
         """A fresh process of what was started last."""
         assert self._submitted is not None
-        self.restart(*self._submitted)
+        self.close()
+        self.start(*self._submitted, is_alone=True)
 
     def run(self, tick: Callable[[], None]) -> None:
         """All input sets; stops at a fault, goes on after a wrong result, because partial credit is wanted. Where the

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from kbrl_async.kernels.backends.launch.uncompiled import ASKED
 from kbrl_async.kernels.sandbox import Limits
 from kbrl_async.kernels.settings import Outputs, TimingBench
 from kbrl_async.kernels.timing import Recipe
@@ -21,9 +22,7 @@ Watch = Callable[[int, Callable[[], object]], object]
 """Given the process that a correct candidate runs in, and what calls it there once: for counters, after its timing."""
 
 _INTERPRETER_S = 60.0
-_COMPILES = re.compile(
-    r"\btorch\s*\.\s*(compile|_dynamo)\b|\bfrom\s+torch\s+import\b.*\bcompile\b|\b(custom|triton)_op\b"
-)
+_COMPILES = re.compile(rf"{ASKED}|\btorch\s*\.\s*_dynamo\b|\b(custom|triton)_op\b")
 """An operator that is registered so has torch import its compiler at the first call, for four seconds."""
 ALONE_SHARE = 1 / 32
 """In training, of `BenchOptions.alone_share`. Each such process is a context made and one ended, for which the driver

@@ -107,6 +107,11 @@ def unseen(reason: str) -> Finding:
     return Finding("no_own_kernel", text, reason, Fault.UNPROVEN)
 
 
+def failed(text: str) -> Finding:
+    """By a call without own kernels that failed: forward may have been told to, by what it saw of them."""
+    return unseen(f"the call without them ended before it had an answer: {text}")
+
+
 def one_answer() -> Finding:
     """Whoever made it, it would be right."""
     return unseen("without them the answer is right, but all inputs have the same one here")

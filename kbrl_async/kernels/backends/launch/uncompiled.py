@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 _STARTS_COMPILERS = "inductor"
-_ASKED = re.compile(r"\btorch\s*\.\s*compile\b|\bfrom\s+torch\s+import\b.*\bcompile\b")
+ASKED = r"\btorch\s*\.\s*compile\b|\bfrom\s+torch\s+import\b.*\bcompile\b"
+"""A pattern of source that asks torch to compile."""
 _AS_IT_IS = (
     "On a GPU torch.compile leaves what it is given as it is, as no compiler is started where candidates run: own "
     "kernels are judged, and torch's operators around them are timed uncompiled. Fuse into your kernels what is to be "
@@ -16,7 +17,7 @@ _AS_IT_IS = (
 
 def remark(source: str) -> str:
     """What a candidate for a GPU is told; empty where it asks torch to compile nothing."""
-    return _AS_IT_IS if _ASKED.search(source) else ""
+    return _AS_IT_IS if re.search(ASKED, source) else ""
 
 
 def leave_uncompiled(also_traced: bool = False) -> None:

@@ -35,7 +35,6 @@ from protocols.records import Fault
 
 _BLIND = "an answer to other inputs is right here, too, and an operator's result may be one"
 _SHORT = "a call without them found no memory"
-_FAILED = "the call without them ended before it had an answer"
 _SHADOWS_S, _SHADOW_CALLS = 5.0, 20
 """What a call may take in which each operator is done twice, and memory compared between them."""
 _UNSEEN = re.compile(
@@ -94,8 +93,6 @@ class OwnKernels:
     def __init__(self, checker: Checker) -> None:
         self._checker = checker
         self._rivals = Rivals()
-        self._has_failed = False
-        """Whether a call without them ended in a fault of its own: its process may be gone, or know of it."""
 
     def prove(self) -> None:
         """The last calls of a right candidate: without its own kernels its outputs must be wrong.
@@ -121,26 +118,31 @@ class OwnKernels:
             return
         self._checker.is_spent = True
         self._pass_by(sets)
-        self._checker.refuse(self._found_muted(sets[0]))
-        if self._has_failed and self._checker.fault is None:
-            self._renew(sets)
+        self._mute(sets)
         session = self._checker.session
         if self._checker.fault is not None or session is None:
             return
         if self._checker.is_replayed:
             self._checker.refuse(self._not_needed(sets[0]))
-        elif self._checker.is_extension:
-            past = past_the_dispatcher(self._checker.artifacts)
-            self._checker.refuse(past or self._of_shadows(session, sets) or self._switched_off(session, sets))
-        else:
-            self._checker.refuse(self._switched_off(session, sets))
+            return
+        found = None
+        if self._checker.is_extension:
+            found = past_the_dispatcher(self._checker.artifacts) or self._of_shadows(session, sets)
+        self._checker.refuse(found or self._switched_off(session, sets))
 
-    def _renew(self, sets: list[InputSet]) -> None:
-        """Nothing that it does once it is told of skipped kernels keeps it from being asked."""
-        self._has_failed = False
-        self._checker.renew()
-        if not self._checker.is_replayed:
-            self._answer_once(sets[-1])
+    def _mute(self, sets: list[InputSet]) -> None:
+        """Its launcher skips them. Where that call ends in a fault, its process may be gone, or know of it: another one
+        is asked further, as nothing that it does once it is told of skipped kernels keeps it from being asked.
+        """
+        try:
+            self._checker.refuse(self._found_over(sets[0], functools.partial(self._without_kernels, wire.OP_MUTED)))
+            return
+        except CandidateFault as fault:
+            self._checker.refuse(self._shown_by(fault))
+        if self._checker.fault is None:
+            self._checker.restart()
+            if not self._checker.is_replayed:
+                self._answer_once(sets[-1])
 
     def _switched_off(self, session: Judged, sets: list[InputSet]) -> proof.Finding | None:
         """From outside."""
@@ -154,7 +156,7 @@ class OwnKernels:
             if self._checker.is_extension:  # of which more is off than its kernels: that ends its process as a rule
                 return self._shown_by(fault)
             self._note(fault)
-            return proof.unseen(f"{_FAILED}: {fault.text}")  # it may have looked at what its kernels wrote
+            return proof.failed(fault.text)
 
     def _answer_once(self, asked: InputSet) -> None:
         """A new process, over another set: afterwards it stands still."""
@@ -167,13 +169,6 @@ class OwnKernels:
             self._checker.session.call(wire.OP_RUN, 0, self._checker.call_deadline())
         except CandidateFault as fault:
             self._checker.accuse(fault)
-
-    def _found_muted(self, input_set: InputSet) -> proof.Finding | None:
-        try:
-            return self._found_over(input_set, functools.partial(self._without_kernels, wire.OP_MUTED))
-        except CandidateFault as fault:
-            self._has_failed = True
-            return self._shown_by(fault)
 
     def _found_over(self, input_set: InputSet, find: Find) -> proof.Finding | None:
         are_same = list[bool]()
@@ -215,7 +210,6 @@ class OwnKernels:
                 place(session, slot, input_set)
             trace = session.call(wire.OP_SHADOWED, 0, _SHADOWS_S + _SHADOW_CALLS * self._checker.one_call_s).trace
         except CandidateFault as fault:
-            self._has_failed = True
             self._note(fault)
             return proof.unseen(f"a call in which its operators are done again failed: {fault.text}")
         return proof.of_shadows(trace.answered) if trace is not None and trace.answered else None

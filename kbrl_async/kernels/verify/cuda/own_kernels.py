@@ -33,7 +33,6 @@ _AGAIN, _DRAWS = 3, 8
 """Times that what would accuse is looked for once more over new inputs, and draws that this may take: of few or small
 whole numbers a chance makes the answer, and a draw whose answer is the same everywhere says nothing."""
 _LACKED = "the library found too little memory with or without own kernels, and may have gone two ways"
-_FAILED = "the call without them ended before it had an answer"
 _BLIND = "an answer to other inputs is right here, too, and memory may hold one"
 _WIDER = 10.0
 """Times its tolerances an answer to other inputs may be off, and what a call leaves in memory still be right."""
@@ -215,7 +214,7 @@ class CapturedKernels:
                 raise
             if fault.kind is Fault.OUT_OF_MEMORY:
                 raise NoMemory(f"a call without its own kernels found no memory: {fault.text}") from fault
-            return proof.unseen(f"{_FAILED}: {fault.text}")  # it may have been told to, by what it saw of its kernels
+            return proof.failed(fault.text)
         if not is_right and inside:
             return proof.unseen(f"{inside}, called by an own kernel, gives the answer")
         if not is_right and trace.unseen:
