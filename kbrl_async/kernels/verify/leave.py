@@ -3,6 +3,9 @@
 An element may be off by that much of the farthest one; and all of an output by that much of its root mean square. The
 latter is what tells one precision from the next, and work that is left out: 4 % of an output's spread for fp8, 13 to
 20 % for four bits, 71 % for half of the products.
+
+The same where a problem's own inputs make the library's ordinary rounding that large: a hundred layers, each behind a
+normalisation, on a GPU whose convolutions round to TF32. There the reference in fp64 takes the simulation's place.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 
 from kbrl_async.kernels.verify.compare import bands, rms
 from kbrl_async.kernels.verify.pieces import countable, pieces
-from kbrl_async.kernels.verify.tolerance import Tolerance, largest_error
+from kbrl_async.kernels.verify.tolerance import HONEST_FACTOR, Tolerance, is_noise, largest_error
 
 _FACTOR, _FEW = 1.5, 4.0
 """Times what was simulated, and more where few elements tell little: one and four roots of their number."""
@@ -29,6 +32,8 @@ _WHOLE = ("int8", "int4")
 """One scale for all, as some kernels have it, leaves nothing of rows that are small beside others."""
 _MANY = 1 << 10
 """Elements that tell enough in one simulation."""
+_SECOND = 3.0
+"""Times the reference's own distance from fp64, of all of an output: another's adds to it, and differs."""
 
 
 class Moved(msgspec.Struct, frozen=True):
@@ -74,6 +79,26 @@ def allowed(
         elements=count,
         ill=found.ill or whole > max(least, most),
     )
+
+
+def as_drawn(found: Tolerance, expected: torch.Tensor, wide: torch.Tensor, is_simulated: bool = False) -> Tolerance:
+    """`found`, where an honest error was cut on inputs as the problem draws them. `wide`: the output in fp64.
+    `is_simulated`: what the problem declares is (`allowed`).
+
+    Nothing but rounding errors tells nothing, and refuses nobody. Else an element may be off by four times the largest
+    error that the reference itself makes, and all of them together by three times its root mean square, as long as a
+    constant is farther away.
+    """
+    if not found.ill or wide.shape != expected.shape:
+        return found
+    if is_noise(expected, wide):
+        return msgspec.structs.replace(found, honest=found.uncut)
+    whole = _SECOND * rms(expected, wide)
+    if is_simulated or whole > _SHARE * _deviation(expected):
+        return found
+    spread = max(found.absolute + found.relative * _root(expected), whole)
+    honest = max(found.honest, HONEST_FACTOR * largest_error(expected, wide))
+    return msgspec.structs.replace(found, honest=honest, spread=spread)
 
 
 def _of_bands(found: Tolerance, relative: float, expected: torch.Tensor, seen: Sequence[Moved]) -> Iterator[float]:

@@ -37,7 +37,6 @@ from kbrl_async.kernels.verify.tolerance import (
     HALF,
     HONEST_FACTOR,
     eased,
-    is_noise,
     is_usual,
     relative_of,
 )
@@ -311,10 +310,8 @@ class SetMaker:
         if wide is not None and kind.name != "nominal":
             forgiving = self._eased(found, blocks, expected, wide)
         elif wide is not None:
-            forgiving = [
-                msgspec.structs.replace(one, honest=one.uncut) if one.ill and is_noise(tensor, wide[i]) else one
-                for i, (one, tensor) in enumerate(zip(found, expected, strict=True))
-            ]
+            is_simulated = bool(self.declared.precision)
+            forgiving = [leave.as_drawn(*three, is_simulated) for three in zip(found, expected, wide, strict=True)]
         what = self.declared.precision, kind.shape == "binary"
         return found, [leave.allowed(*three, *what) for three in zip(forgiving, expected, seen, strict=True)]
 

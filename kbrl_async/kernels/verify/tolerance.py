@@ -57,7 +57,8 @@ class Tolerance(msgspec.Struct, frozen=True):
     uncut: float = 0.0
     """The honest error, four times, as it was."""
     spread: float = math.inf
-    """What the root mean square of all errors may be: asked where lower precision is declared."""
+    """What the root mean square of all errors may be: asked where lower precision is declared, or honest ones are large
+    (`leave`)."""
     by_band: tuple[float, ...] = ()
     """The same of each of `compare.bands`, of an output of `elements`."""
     elements: int = 0
@@ -79,7 +80,8 @@ class Tolerance(msgspec.Struct, frozen=True):
         widest = f", at least 4 × an honest error = {self.honest:.2g}" if self.honest > self.absolute else ""
         whose = ", as the problem declares" if self.is_declared else ""
         if self.spread < math.inf:
-            whose += f"; {self.spread:.2g} on the root mean square, as the declared precision was simulated"
+            why = "as the declared precision was simulated" if self.elements else "as the reference itself is off from fp64"
+            whose += f"; {self.spread:.2g} on the root mean square, {why}"
             widest = f", at least {self.honest:.2g}"
         return f"{self.absolute:.2g} + {_short(self.relative)}·|expected|{widest}{whose}"
 
