@@ -34,6 +34,7 @@ from statistics import median
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+import torch
 
 from benchmarks.harness import Result, say
 from benchmarks.harness.crew import Crew, CrewTask, Flight, Start, Take, Work
@@ -48,6 +49,7 @@ from kbrl_async.kernels.funnel.verifier import check_device, choose_device, defa
 from kbrl_async.kernels.problems import load_file
 from kbrl_async.kernels.settings import CompileFarm, Rules
 from kbrl_async.kernels.verify.options import ALONE_SHARE, BenchOptions
+from kbrl_async.kernels.verify.reservations import even_share
 from protocols.records import BuildReport, Candidate, Fault, Problem, Verdict
 
 ENOUGH_HONEST, ENOUGH_HOSTILE = 0.97, 0.99
@@ -58,7 +60,7 @@ it says nothing of the candidate: it needs a package that is `missing` here, or 
 _MISSING = re.compile(r"\b(?:ModuleNotFound|Import)Error: |fatal error: [\w./-]+: No such file")
 _SHARES = 3
 """Verifiers that may plan with all of a GPU's memory between them; if there are more, some wait at times. Benches that
-judge what others built have no more than all between them, as in a run: so none waits, and each keeps what it has.
+judge what others built have what `even_share` says, as in a run: so none waits, and each keeps what it has.
 """
 Corpus = Annotated[Path, "a folder of pairs"]
 Out = Annotated[Path | None, "a file with one JSON object a pair; what is in it is not judged again"]
@@ -111,8 +113,12 @@ class HowJudged(msgspec.Struct, frozen=True):
         bench = msgspec.structs.replace(bench, references=self.references or sys.maxsize, alone_share=ALONE_SHARE)
         if not self.references:
             bench = msgspec.structs.replace(bench, reference_bytes=bench.limits.memory_bytes // jobs)
-        share = self.memory_share or min(1.0, (1 if self.store else _SHARES) / jobs)
-        return msgspec.structs.replace(bench, memory_share=share)
+        return msgspec.structs.replace(bench, memory_share=self.memory_share or self._share(jobs))
+
+    def _share(self, jobs: int) -> float:
+        if not self.store or not torch.cuda.is_available():
+            return min(1.0, (1 if self.store else _SHARES) / jobs)
+        return even_share(torch.cuda.get_device_properties(0).total_memory, jobs)
 
 
 class CorpusOutcome(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kbrl_async.errors import MissingTool
 from kbrl_async.kernels.backends import backend, backends
 from kbrl_async.kernels.sandbox import Isolation
-from kbrl_async.kernels.verify.reservations import CONTEXTS_BYTES
+from kbrl_async.kernels.verify.reservations import CONTEXTS_BYTES, even_share
 from kbrl_async.runs.config import Config, placement
 from protocols.messages import BACKENDS
 
@@ -44,8 +44,8 @@ def bench_device(wanted: str, name: str, instance: int, *, from_last: bool = Fal
     return f"cuda:{count - 1 - instance % count if from_last else instance % count}"
 
 
-def memory_share(config: Config, service: str) -> float:
-    """Of its GPU's memory, what each of several benches or verifiers there may plan with."""
+def memory_share(config: Config, service: str, memory: int) -> float:
+    """Of its GPU's `memory` bytes, what each of several benches or verifiers there may plan with."""
     import torch
 
     counts = config.processes
@@ -53,8 +53,8 @@ def memory_share(config: Config, service: str) -> float:
     benches = min(benches, placement.together(config)) if config.placement == "split" else benches
     is_one_gpu = config.placement == "one_gpu" or (config.placement is None and torch.cuda.device_count() < 2)
     if counts.verifier and is_one_gpu:
-        return 1 / (counts.timing_bench + counts.verifier)
-    return 1 / (max(1, counts.verifier) if service == "verifier" else benches)
+        return even_share(memory, counts.timing_bench + counts.verifier)
+    return even_share(memory, max(1, counts.verifier) if service == "verifier" else benches)
 
 
 def share_beside_policy(config: Config, service: str, instance: int, memory: int) -> float | None:

@@ -17,6 +17,9 @@ from services.runtime.capabilities import bench_device, memory_share, share_besi
 from services.runtime.quiet import shared_resources
 from services.runtime.service import Service
 
+_NO_CONTEXTS = 1 << 62
+"""Bytes, where only shares of a host's memory matter: nothing lies beside plans there."""
+
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Of one process: its cores and its device."""
@@ -71,20 +74,29 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
             self.device,
             self.cores,
             recipe=Recipe.of(settings, resolved=resolution.for_run(self.cache, service.run_dir, self.hardware)),
-            memory_share=1.0 if self.turns is None else memory_share(service.config, service.name),
+            memory_share=self._memory_share(service),
             alone_share=ALONE_SHARE,
             is_light=self.is_behind,
         )
         beside = self._share_beside_policy(service)
         return options if beside is None else msgspec.structs.replace(options, memory_share=beside)
 
-    def _share_beside_policy(self, service: Service) -> float | None:
-        import torch
+    def _memory_share(self, service: Service) -> float:
+        if self.turns is None:
+            return 1.0
+        return memory_share(service.config, service.name, _NO_CONTEXTS if self.device == "cpu" else self._memory)
 
+    def _share_beside_policy(self, service: Service) -> float | None:
         if self.device == "cpu" or service.is_apart:
             return None
-        memory = torch.cuda.get_device_properties(torch.device(self.device)).total_memory
-        return share_beside_policy(service.config, service.name, service.instance, memory)
+        return share_beside_policy(service.config, service.name, service.instance, self._memory)
+
+    @property
+    def _memory(self) -> int:
+        """Bytes of its GPU."""
+        import torch
+
+        return int(torch.cuda.get_device_properties(torch.device(self.device)).total_memory)
 
 
 def _own_cores(service: Service, cores: Sequence[int], *, is_on_gpu: bool) -> Sequence[int]:

@@ -38,9 +38,9 @@ class References:
     def get(self, problem: Problem, tick: Tick = no_tick) -> Family:
         """`tick` is called between the steps of making one, which takes seconds."""
         family = self.kept.pop(problem.source, None)
-        if family is not None and not self._device.may_use(family.needed + self._device_bytes):
-            family.retire()
-            family = None
+        while family is not None and not self._device.may_use(family.needed + self._device_bytes):
+            gone, family = (self.kept.popitem(last=False)[1], family) if self.kept else (family, None)
+            gone.retire()
         if family is not None and family.uses >= self._options.reuse:
             family = self._renewed(family, problem, tick)
         if family is None:

@@ -80,7 +80,11 @@ class Tolerance(msgspec.Struct, frozen=True):
         widest = f", at least 4 × an honest error = {self.honest:.2g}" if self.honest > self.absolute else ""
         whose = ", as the problem declares" if self.is_declared else ""
         if self.spread < math.inf:
-            why = "as the declared precision was simulated" if self.elements else "as the reference itself is off from fp64"
+            why = (
+                "as the declared precision was simulated"
+                if self.elements
+                else "as the reference itself is off from fp64"
+            )
             whose += f"; {self.spread:.2g} on the root mean square, {why}"
             widest = f", at least {self.honest:.2g}"
         return f"{self.absolute:.2g} + {_short(self.relative)}·|expected|{widest}{whose}"

@@ -7,6 +7,7 @@ import torch
 
 from kbrl_async.kernels.backends import backend, backends
 from kbrl_async.kernels.sandbox import Isolation
+from kbrl_async.kernels.verify.reservations import even_share
 from kbrl_async.runs.config import load
 from protocols.messages import BACKENDS
 from protocols.quiet import resources_of
@@ -35,19 +36,22 @@ def test_processes_on_one_gpu_name_the_same_resource_and_others_do_not() -> None
     assert resources_of({"shares": ",".join(sampler)}) == frozenset(sampler)
 
 
+TWO, THREE, FOUR = (even_share(80 << 30, count) for count in (2, 3, 4))
+
+
 @pytest.mark.parametrize(
     ("words", "gpus", "bench", "verifier"),
     [
         ("", 1, 1.0, 1.0),
-        ("timing_bench.shares_with=[timing_bench] processes.timing_bench=3", 1, 1 / 3, 1.0),
-        ("processes.verifier=2", 1, 1 / 3, 1 / 3),
-        ("processes.verifier=2", 2, 1.0, 1 / 2),
-        ("processes.verifier=2 placement=one_gpu", 2, 1 / 3, 1 / 3),
-        ("processes.verifier=2 placement=two_gpus", 1, 1.0, 1 / 2),
+        ("timing_bench.shares_with=[timing_bench] processes.timing_bench=3", 1, THREE, 1.0),
+        ("processes.verifier=2", 1, THREE, THREE),
+        ("processes.verifier=2", 2, 1.0, TWO),
+        ("processes.verifier=2 placement=one_gpu", 2, THREE, THREE),
+        ("processes.verifier=2 placement=two_gpus", 1, 1.0, TWO),
         (
             "placement=split processes.timing_bench=8 timing_bench.per_gpu=4 timing_bench.shares_with=[timing_bench]",
             1,
-            1 / 4,
+            FOUR,
             1.0,
         ),
     ],
@@ -57,7 +61,7 @@ def test_benches_and_verifiers_of_one_gpu_share_its_memory(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     config = load(overrides=words.split())
-    assert (memory_share(config, "timing_bench"), memory_share(config, "verifier")) == (bench, verifier)
+    assert [memory_share(config, name, 80 << 30) for name in ("timing_bench", "verifier")] == [bench, verifier]
 
 
 @pytest.mark.parametrize(

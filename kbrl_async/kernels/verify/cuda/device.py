@@ -88,7 +88,7 @@ class CudaDevice(Device):
         self.reservations: Reservations | None = None
         """None where the system's temporary folder can't tell of other verifiers."""
         self.kept_share = _KEPT_BESIDE_OTHERS
-        self._memory_share = 1.0
+        self.memory_share = 1.0
         self._always_short: set[str] = set()
         """Problems whose reference found too little memory though nobody else had any."""
         self._has_given_way = self._has_all = False
@@ -121,7 +121,7 @@ class CudaDevice(Device):
         if not torch.cuda.is_available() or where.index >= torch.cuda.device_count():
             raise MissingTool(f"there is no GPU {self.name} on this host", "Choose `device=cpu`, or see `nvidia-smi`")
         torch.cuda.set_per_process_memory_fraction(memory_share, where)  # a plan that fails is ours, not a neighbour's
-        self._health, self._memory_share = GpuHealth(where), memory_share
+        self._health, self.memory_share = GpuHealth(where), memory_share
         if memory_share <= _DIVIDED:
             self.kept_share = memory_share
         with contextlib.suppress(OSError):
@@ -217,7 +217,7 @@ class CudaDevice(Device):
     @property
     def _is_held_by_others(self) -> bool:
         free, reservations = self.free(), self.reservations
-        return free is not None and reservations is not None and free < _EMPTY * self._memory_share * reservations.total
+        return free is not None and reservations is not None and free < _EMPTY * self.memory_share * reservations.total
 
     @property
     def has_neighbours(self) -> bool:
@@ -247,16 +247,23 @@ class CudaDevice(Device):
                 return
             if self.replays is not None:
                 self.replays.shrink()
-            if not self.may_use(size):
+            if self.reservations is not None and not self.reservations.take(size + self._arenas):
                 raise Crowded(size + self._arenas)
 
         return claim
 
     def may_use(self, size: int) -> bool:
-        return self.reservations is None or self.reservations.take(size + self._arenas)
+        return self._may_have(size + self._arenas)
 
     def may_grow(self, size: int) -> bool:
-        return self.reservations is None or self.reservations.take(self.reservations.held + size)
+        return self.reservations is None or self._may_have(self.reservations.held + size)
+
+    def _may_have(self, size: int) -> bool:
+        """One of several keeps to its share where it can, so that the others need not wait for what is theirs."""
+        if (reservations := self.reservations) is None:
+            return True
+        is_within = self.memory_share > _DIVIDED or size <= self.memory_share * reservations.whole
+        return (is_within or not reservations.is_concern(size)) and reservations.take(size)
 
     @property
     def _arenas(self) -> int:

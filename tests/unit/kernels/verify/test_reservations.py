@@ -23,7 +23,7 @@ from kbrl_async.kernels.verify.cuda.reference import CudaReference, DoesNotFit
 from kbrl_async.kernels.verify.family import Family
 from kbrl_async.kernels.verify.hoarding import Crowded, NoMemory
 from kbrl_async.kernels.verify.options import no_tick
-from kbrl_async.kernels.verify.reservations import Reservations
+from kbrl_async.kernels.verify.reservations import Reservations, even_share
 from kbrl_async.kernels.verify.session import CandidateFault
 from kbrl_async.kernels.verify.sets import Inconstant
 from protocols.records import Fault, Problem
@@ -209,6 +209,35 @@ def test_one_of_several_keeps_what_is_within_its_share(device: CudaDevice, make:
     assert not device.rest(12 * GIB)
 
 
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+@pytest.mark.parametrize("gib", [40, 80, 141])
+def test_who_keeps_to_an_even_share_never_waits(tmp_path: Path, count: int, gib: int) -> None:
+    each = [Reservations(tmp_path / "gpu", gib * GIB) for _ in range(count)]
+    share = int(even_share(gib * GIB, count) * gib * GIB)
+    assert all(one.take(share) for one in each)
+    most = gib * GIB // count
+    assert count == 5 or not all(one.take(most) for one in each), "an equal part of all is more than there is"
+    for one in each:
+        one.close()
+
+
+def test_one_of_several_keeps_to_its_share_where_it_can(make: Make) -> None:
+    """It took what the others had not yet asked for, and they waited."""
+    device = CudaDevice("cuda:0")
+    device.reservations, device.homes, device.memory_share = make(), cast(Any, Mock()), 0.25
+    make()
+    kept = families(8, 6)
+    assert device.may_use(20 * GIB)
+    assert not device.may_use(21 * GIB)
+    assert not device.may_grow(GIB)
+    device.claim_beside(kept)(5 * GIB)
+    assert len(kept) == 2
+    device.claim_beside(kept)(12 * GIB)
+    assert not kept, "before it takes more than its share"
+    device.claim_beside(kept)(25 * GIB)
+    assert device.reservations.held == 25 * GIB, "what has no room in it is planned with all the same"
+
+
 def test_arenas_are_a_part_of_what_is_held(device: CudaDevice, make: Make) -> None:
     device.replays, device.kept_share = cast(Any, SimpleNamespace(device_bytes=8 * GIB)), 0.5
     assert make().take(40 * GIB)
@@ -387,7 +416,7 @@ def test_a_problem_is_too_large_only_where_others_do_not_hold_the_memory(
     is nobody's fault.
     """
     make()
-    device._memory_share = share
+    device.memory_share = share
     for name in ("give_back", "wait_for"):
         monkeypatch.setattr(device, name, lambda *_, **__: None)
     device.give_way(no_tick)
