@@ -22,10 +22,12 @@ from kbrl_async.runs.config import Config
 from protocols.records import TrainGroup, TrainSample
 
 commands = Commands("memory", __doc__)
-ON_HOST = "+host"
-"""Behind a way: inputs of what is computed again wait on the host."""
-EIGHT_BIT = "+8bit"
-"""Behind a way: moments in a byte each."""
+MORE: dict[str, dict[str, Any]] = {
+    "host": {"offload_activations": True},
+    "8bit": {"optimizer": "adamw_8bit"},
+    "shared": {"share_prompts": True},
+}
+"""Behind a way, after a plus each."""
 AGREED = 0.02
 """Most by which a gradient's norm may differ from the first way's."""
 
@@ -66,28 +68,26 @@ def again(
     shape: Annotated[str, "a model's name (qwen2.5-7b, …), or a folder with its config.json"] = "tiny",
     weights: Annotated[Literal["lora", "full"], "what is trained"] = "lora",
     ways: Annotated[
-        tuple[str, ...], "what is computed again, as activation_checkpointing; +host: inputs wait there; +8bit: moments"
+        tuple[str, ...],
+        "activation_checkpointing; +host: its inputs wait there; +8bit: moments; +shared: the prompt once",
     ] = ("none", "selective", "full", "full+host"),
     device: Annotated[str, "by default the GPU where there is one"] = "",
     length: Annotated[int, "tokens of a sequence; 0: 8192, on a CPU 256"] = 0,
     group: int = 4,
     count: Annotated[int, "measured steps of each, after a first one"] = 3,
-    shared_prompt: bool = False,
 ) -> Result:
     """Tokens/s and peak of an update in each way, beside what `kbrl plan` predicts; losses and gradients are compared.
 
     Weights and tokens are random, and the same for each. A peak is the allocator's, predictions are without CUDA's own.
     """
-    asked = options(shape, weights, device, 0, share_prompts=shared_prompt)
+    asked = options(shape, weights, device, 0, share_prompts=False)
     length = length or (8192 if asked.on_gpu else 256)
     groups = random_group(config_of(shape).vocab_size, length // 4, length, group)
     found: dict[str, Result] = {}
     for way in ways:
-        mode = way.removesuffix(EIGHT_BIT).removesuffix(ON_HOST)
-        trainer = asked.trainer(
-            token_budget=length, activation_checkpointing=mode, offload_activations=ON_HOST in way,
-            optimizer="adamw_8bit" if EIGHT_BIT in way else "adamw",
-        )  # fmt: skip
+        mode, *more = way.split("+")
+        changed = {name: value for one in more for name, value in MORE[one].items()}
+        trainer = asked.trainer(token_budget=length, activation_checkpointing=mode, **changed)
         settings = trainer.settings
         assert isinstance(settings, Config)
         found[way] = measured(trainer, groups, count) | planned_gb(settings, config_of(shape), length, asked.device)

@@ -61,6 +61,13 @@ class LegSizes(msgspec.Struct, frozen=True):
     max_tokens: int
     every_s: float
 
+    @property
+    def tokens(self) -> str:
+        return f"{self.prompt_tokens}+{self.max_tokens}"
+
+    def of(self, prompt_tokens: int, max_tokens: int) -> LegSizes:
+        return msgspec.structs.replace(self, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+
 
 @commands
 async def service(
@@ -76,6 +83,7 @@ async def service(
     prompt_tokens: Annotated[tuple[int, ...], "several: one measurement after the other, on one engine"] = (512,),
     max_tokens: Annotated[tuple[int, ...], "of an answer in the mean: half to three halves; as many"] = (512,),
     memory_share: float = 0.9,
+    kv_gb: Annotated[float, "of the KV cache; 0: vLLM measures, and nobody else may use the GPU meanwhile"] = 0.0,
     eager: bool = False,
     compiled: Annotated[Literal["yes", "no"], "no: CUDA graphs of decoding alone, as sampler.compile=false"] = "yes",
     tensor_parallel: Annotated[int, "GPUs that the model is split over"] = 1,
@@ -94,7 +102,7 @@ async def service(
     from benchmarks.sampler.model import SHAPES, make_weights
 
     tokens = list(zip(prompt_tokens, max_tokens, strict=True))
-    sizes = LegSizes(shape, update, 0 if update == "full" else rank, prompt_tokens[0], max(max_tokens), every_s)
+    sizes = LegSizes(shape, update, 0 if update == "full" else rank, 0, 0, every_s)
     longest = max(prompt + most_of(answer) for prompt, answer in tokens)
     with tempfile.TemporaryDirectory(prefix="kbrl-sampler-") as name:
         folder, drawn = Path(name), SHAPES[shape]
@@ -109,28 +117,20 @@ async def service(
         options = VLLMOptions(
             settings=settings, model=str(folder / "base"), temperature=1.0, max_staleness=2, device=device, threads=1,
             seed=0, lora_rank=sizes.rank, roles=1, max_model_len=drawn.positions,
-            load_format="dummy" if sizes.rank else "auto",
+            load_format="dummy" if sizes.rank else "auto", kv_bytes=int(kv_gb * 1e9),
         )  # fmt: skip
         begun = time.monotonic()
         engine = await launch(options, word_tokenizer(drawn.vocabulary))
         start_s = time.monotonic() - begun
         say(f"vLLM has started in {start_s:.0f} s")
-        bench = SamplerLegs(sizes, folder, engine, drawn.vocabulary, max(at_once))
+        rates, swaps, pauses = dict[str, list[float]](), list[float](), dict[str, float]()
         try:
             await note_facts(engine, folder, sizes.rank)
-            await publish(bench.run_dir / "policies", folder, 0)
-            with services(bench.run_dir, "broker.1"):
-                gate = PauseGate(time.monotonic, lambda _: None, lambda: True)
-                await Sampling(make_service(bench.run_dir, bench.config), engine, gate, lambda: None).catch_up()
-                say(f"policy v0 is served; canary error {engine.stats().canary_max_error:.2g}")
-                rates: dict[str, list[float]] = {}
-                for of, seconds, times in zip(tokens, _each(leg_s, tokens), _each(rounds, tokens), strict=True):
-                    bench.take(*of)
-                    rates |= await _rates(bench, at_once, times, seconds)
-                for n in (swap_at or at_once) if swap_s else ():
-                    swap = f"swap {n} {bench.of}"
-                    rates[swap] = [await bench.service(n, swap_s, swapping=True)]
-                    say(f"{swap}: {rates[swap][0]:.0f} tokens/s")
+            for of, seconds, times in zip(tokens, _each(leg_s, tokens), _each(rounds, tokens), strict=True):
+                bench = SamplerLegs(sizes.of(*of), folder, engine, drawn.vocabulary, max(at_once))
+                rates |= await _found(bench, at_once, times, seconds, (swap_at or at_once) if swap_s else (), swap_s)
+                swaps += bench.swaps
+                pauses |= bench.pauses
         finally:
             stats = engine.stats()
             await engine.close()
@@ -145,8 +145,8 @@ async def service(
         "ok": all(ratio >= least[leg.split()[0]] for leg, ratio in ratios.items()),
         "ratios": ratios,
         "tokens_per_s": rates,
-        "swap_s": bench.swaps,
-        "longest_pause_s": bench.pauses,
+        "swap_s": swaps,
+        "longest_pause_s": pauses,
         "start_s": start_s,
         "canary_error": stats.canary_max_error,
         "tensor_parallel": tensor_parallel,
@@ -162,10 +162,27 @@ def _each(given: tuple[Number, ...], of: Sequence[object]) -> tuple[Number, ...]
     return given * len(of) if len(given) == 1 else given
 
 
+async def _found(
+    bench: SamplerLegs, at_once: tuple[int, ...], rounds: int, leg_s: float, swap_at: tuple[int, ...], swap_s: float
+) -> dict[str, list[float]]:
+    """With a broker of its own, in which nothing waits that others asked for."""
+    await publish(bench.run_dir / "policies", bench.folder, 0)
+    with services(bench.run_dir, "broker.1"):
+        gate = PauseGate(time.monotonic, lambda _: None, lambda: True)
+        await Sampling(make_service(bench.run_dir, bench.config), bench.engine, gate, lambda: None).catch_up()
+        say(f"policy v0 is served; canary error {bench.engine.stats().canary_max_error:.2g}")
+        rates = await _rates(bench, at_once, rounds, leg_s)
+        for n in swap_at:
+            swap = f"swap {n} {bench.sizes.tokens}"
+            rates[swap] = [await bench.service(n, swap_s, swapping=True)]
+            say(f"{swap}: {rates[swap][0]:.0f} tokens/s")
+    return rates
+
+
 async def _rates(bench: SamplerLegs, at_once: tuple[int, ...], rounds: int, leg_s: float) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for n in at_once:
-        for _, leg in in_turn((f"bare {n} {bench.of}", f"service {n} {bench.of}"), rounds):
+        for _, leg in in_turn((f"bare {n} {bench.sizes.tokens}", f"service {n} {bench.sizes.tokens}"), rounds):
             rate = await (bench.bare(n, leg_s) if leg.startswith("bare") else bench.service(n, leg_s))
             found.setdefault(leg, []).append(rate)
             say(f"{leg}: {rate:.0f} tokens/s")
@@ -184,20 +201,12 @@ class SamplerLegs:
 
     def __init__(self, sizes: LegSizes, folder: Path, engine: VLLMEngine, vocabulary: int, slots: int) -> None:
         self.sizes, self.folder, self.engine, self.vocabulary = sizes, folder, engine, vocabulary
-        words = [f"log_path={folder / 'runs'}", f"sampler.slots={slots}", "sampler.engine=vllm"]
+        words = [f"log_path={folder / 'runs' / sizes.tokens}", f"sampler.slots={slots}", "sampler.engine=vllm"]
         run = prepare(load(overrides=[*words, f"lora_rank={sizes.rank}", f"max_tokens={sizes.max_tokens}"]))
         self.run_dir, self.config = run.path, run.config
         self.swaps: list[float] = []
         self.pauses: dict[str, float] = {}
         self._legs = itertools.count()
-
-    def take(self, prompt_tokens: int, max_tokens: int) -> None:
-        """From now on prompts and answers have so many tokens."""
-        self.sizes = msgspec.structs.replace(self.sizes, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
-
-    @property
-    def of(self) -> str:
-        return f"{self.sizes.prompt_tokens}+{self.sizes.max_tokens}"
 
     @property
     def meter(self) -> Any:
@@ -229,7 +238,7 @@ class SamplerLegs:
 
         callers = [asyncio.create_task(caller(name)) for name in range(at_once)]
         try:
-            rate = await self._rate(f"bare {at_once} {self.of}", seconds)
+            rate = await self._rate(f"bare {at_once} {self.sizes.tokens}", seconds)
             for task in callers:
                 if task.done():
                     task.result()  # a caller never ends by itself
@@ -245,7 +254,7 @@ class SamplerLegs:
         async with self._service(at_once):
             publisher = asyncio.create_task(self._publish()) if swapping else None
             try:
-                return await self._rate(f"{'swap' if swapping else 'service'} {at_once} {self.of}", seconds)
+                return await self._rate(f"{'swap' if swapping else 'service'} {at_once} {self.sizes.tokens}", seconds)
             finally:
                 if publisher is not None:
                     publisher.cancel()
