@@ -14,6 +14,8 @@ def test_every_way_gives_the_same_update_and_stands_beside_its_prediction() -> N
     found = memory.again(shape="tiny", device="cpu", group=2, count=1)
     assert found["ok"]
     assert list(found["ways"]) == ["none", "selective", "full", "full+host"]
+    shared = memory.again(shape="tiny", device="cpu", group=2, count=1, ways=("full", "full+host+shared"))
+    assert shared["ok"]
     for row in found["ways"].values():
         assert row["by"] == "fused"
         assert row["losses"] == pytest.approx(found["ways"]["none"]["losses"], abs=1e-6)
