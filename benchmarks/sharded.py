@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks import weights
 from benchmarks.harness import Commands, Result, say, timed
-from benchmarks.harness.models import H100_DENSE, config_of, random_group
+from benchmarks.harness.models import H100_DENSE, config_of, planned_gb, random_group
 from kbrl_async.learning import checkpoints, efficiency
 from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.engine import LocalEngine
@@ -31,8 +31,6 @@ from kbrl_async.learning.settings import Learner
 from kbrl_async.learning.sharded import ShardedModel
 from kbrl_async.learning.trainer import Trainer
 from kbrl_async.runs.config import Config
-from kbrl_async.runs.sizing import footprint, layout
-from kbrl_async.shapes import shape_of
 from kbrl_async.weights import Canaries
 from kbrl_async.weights.direct import Sender
 from protocols.records import TrainGroup
@@ -228,22 +226,13 @@ def _flops_per_token(trainer: Trainer, length: int) -> float:
 
 
 def _predicted(trainer: Trainer, length: int) -> Result:
-    """What `kbrl plan` counts for a rank, without a CUDA context, which the allocator does not see."""
-    settings, on_gpu, config = trainer.settings, trainer.device.type == "cuda", cast(Any, trainer.model.config)
+    """What `kbrl plan` counts for a rank."""
+    settings = trainer.settings
     assert isinstance(settings, Config)
-    capacity = float(torch.cuda.get_device_properties(trainer.device).total_memory) if on_gpu else None
     assert trainer.process_group is not None
-    replace = msgspec.structs.replace
-    planned = replace(
-        settings,
-        sampler=replace(settings.sampler, engine="vllm"),
-        learner=replace(settings.learner, processes=trainer.process_group.size),
-        max_tokens=max(1, length - layout.PROMPT_TOKENS),
-    )
-    shape = shape_of(config.to_dict())
-    found = footprint.learner(shape, layout.learning_of(planned, shape, capacity)).parts
-    found.pop("CUDA", None)
-    return {"predicted_gb": sum(found.values()) / 1e9, "largest_gb": {k: round(v / 1e9, 1) for k, v in found.items()}}
+    learner = msgspec.structs.replace(settings.learner, processes=trainer.process_group.size)
+    counted = msgspec.structs.replace(settings, learner=learner)
+    return planned_gb(counted, trainer.model.config, length, trainer.device)
 
 
 def _group(shape: str, length: int, sequences: int) -> list[TrainGroup]:

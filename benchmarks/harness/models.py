@@ -7,10 +7,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from kbrl_async.errors import UserError
-from kbrl_async.shapes import read_shape
+from kbrl_async.runs.config import Config
+from kbrl_async.runs.sizing import footprint, layout
+from kbrl_async.shapes import read_shape, shape_of
 from protocols.records import TrainGroup, TrainSample
 
 _TINY = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -78,3 +81,16 @@ def random_group(vocabulary: int, prompt_tokens: int, length: int, sequences: in
         for i in range(sequences)
     ]
     return [TrainGroup("g", "p", 1, samples)]
+
+
+def planned_gb(settings: Config, config: Any, length: int, device: str | torch.device) -> dict[str, Any]:
+    """What `kbrl plan` counts for a learner beside vLLM at this length, without a CUDA context, which the allocator
+    does not see."""
+    on_gpu, replace = torch.device(device).type == "cuda", msgspec.structs.replace
+    capacity = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else None
+    sampler = replace(settings.sampler, engine="vllm")
+    planned = replace(settings, sampler=sampler, max_tokens=max(1, length - layout.PROMPT_TOKENS))
+    shape = shape_of(config.to_dict())
+    found = footprint.learner(shape, layout.learning_of(planned, shape, capacity)).parts
+    found.pop("CUDA", None)
+    return {"predicted_gb": sum(found.values()) / 1e9, "largest_gb": {k: round(v / 1e9, 1) for k, v in found.items()}}

@@ -19,14 +19,14 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from benchmarks.harness import Commands, Result, command, in_turn, say, services
-from benchmarks.sampler.clients import work
+from benchmarks.sampler.clients import most_of, work
 from kbrl_async.durable import file_sha256
 from kbrl_async.runs.config import Config, available_cores, cpu_layout, load
 from kbrl_async.runs.folder import prepare
@@ -45,6 +45,7 @@ from services.runtime.service import Service
 from services.sampler.actor import Sampling
 
 commands = Commands("sampler", __doc__)
+Number = TypeVar("Number", int, float)
 CANARY = list(range(2, 34))
 WARM = 0.4
 """Share of a leg until the engine is full and steady."""
@@ -60,21 +61,29 @@ class LegSizes(msgspec.Struct, frozen=True):
     max_tokens: int
     every_s: float
 
+    @property
+    def tokens(self) -> str:
+        return f"{self.prompt_tokens}+{self.max_tokens}"
+
+    def of(self, prompt_tokens: int, max_tokens: int) -> LegSizes:
+        return msgspec.structs.replace(self, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+
 
 @commands
 async def service(
     shape: Literal["tiny", "1b", "7b", "32b"] = "7b",
     at_once: tuple[int, ...] = (64, 256),
-    leg_s: float = 14.0,
-    rounds: int = 2,
+    leg_s: Annotated[tuple[float, ...], "one, or one for each of --prompt-tokens"] = (14.0,),
+    rounds: Annotated[tuple[int, ...], "one, or one for each of --prompt-tokens"] = (2,),
     update: Annotated[Literal["adapter", "full"], "what a new version replaces"] = "adapter",
     swap_s: Annotated[float, "of the leg with new versions; 0: none"] = 62.0,
     swap_at: Annotated[tuple[int, ...], "of --at-once; empty: all"] = (),
     every_s: Annotated[float, "from one version to the next"] = 30.0,
     rank: Annotated[int, "of the adapters"] = 32,
-    prompt_tokens: int = 512,
-    max_tokens: int = 512,
+    prompt_tokens: Annotated[tuple[int, ...], "several: one measurement after the other, on one engine"] = (512,),
+    max_tokens: Annotated[tuple[int, ...], "of an answer in the mean: half to three halves; as many"] = (512,),
     memory_share: float = 0.9,
+    kv_gb: Annotated[float, "of the KV cache; 0: vLLM measures, and nobody else may use the GPU meanwhile"] = 0.0,
     eager: bool = False,
     compiled: Annotated[Literal["yes", "no"], "no: CUDA graphs of decoding alone, as sampler.compile=false"] = "yes",
     tensor_parallel: Annotated[int, "GPUs that the model is split over"] = 1,
@@ -92,9 +101,12 @@ async def service(
     from benchmarks.harness.models import word_tokenizer
     from benchmarks.sampler.model import SHAPES, make_weights
 
-    sizes = LegSizes(shape, update, 0 if update == "full" else rank, prompt_tokens, max_tokens, every_s)
+    tokens = list(zip(prompt_tokens, max_tokens, strict=True))
+    sizes = LegSizes(shape, update, 0 if update == "full" else rank, 0, 0, every_s)
+    longest = max(prompt + most_of(answer) for prompt, answer in tokens)
     with tempfile.TemporaryDirectory(prefix="kbrl-sampler-") as name:
         folder, drawn = Path(name), SHAPES[shape]
+        drawn = msgspec.structs.replace(drawn, positions=max(drawn.positions, longest))
         make_weights(folder, drawn, sizes.rank)
         say("weights are made")
         device = device or ("cpu" if shape == "tiny" else "cuda")
@@ -105,51 +117,72 @@ async def service(
         options = VLLMOptions(
             settings=settings, model=str(folder / "base"), temperature=1.0, max_staleness=2, device=device, threads=1,
             seed=0, lora_rank=sizes.rank, roles=1, max_model_len=drawn.positions,
-            load_format="dummy" if sizes.rank else "auto",
+            load_format="dummy" if sizes.rank else "auto", kv_bytes=int(kv_gb * 1e9),
         )  # fmt: skip
         begun = time.monotonic()
         engine = await launch(options, word_tokenizer(drawn.vocabulary))
         start_s = time.monotonic() - begun
         say(f"vLLM has started in {start_s:.0f} s")
-        bench = SamplerLegs(sizes, folder, engine, drawn.vocabulary, max(at_once))
+        rates, swaps, pauses = dict[str, list[float]](), list[float](), dict[str, float]()
         try:
             await note_facts(engine, folder, sizes.rank)
-            await publish(bench.run_dir / "policies", folder, 0)
-            with services(bench.run_dir, "broker.1"):
-                gate = PauseGate(time.monotonic, lambda _: None, lambda: True)
-                await Sampling(make_service(bench.run_dir, bench.config), engine, gate, lambda: None).catch_up()
-                say(f"policy v0 is served; canary error {engine.stats().canary_max_error:.2g}")
-                rates = await _rates(bench, at_once, rounds, leg_s)
-                for n in (swap_at or at_once) if swap_s else ():
-                    rates[f"swap {n}"] = [await bench.service(n, swap_s, swapping=True)]
-                    say(f"swap {n}: {rates[f'swap {n}'][0]:.0f} tokens/s")
+            for of, seconds, times in zip(tokens, _each(leg_s, tokens), _each(rounds, tokens), strict=True):
+                bench = SamplerLegs(sizes.of(*of), folder, engine, drawn.vocabulary, max(at_once))
+                rates |= await _found(bench, at_once, times, seconds, (swap_at or at_once) if swap_s else (), swap_s)
+                swaps += bench.swaps
+                pauses |= bench.pauses
         finally:
             stats = engine.stats()
             await engine.close()
     middle = {leg: statistics.median(values) for leg, values in rates.items()}
     ratios = {
-        leg: rate / max(1e-9, middle[f"bare {leg.split()[1]}"]) for leg, rate in middle.items() if "bare" not in leg
+        leg: rate / max(1e-9, middle[f"bare {leg.partition(' ')[2]}"])
+        for leg, rate in middle.items()
+        if "bare" not in leg
     }
     least = {"service": 0.97, "swap": 0.95 if sizes.rank else 0.0}
     return {
         "ok": all(ratio >= least[leg.split()[0]] for leg, ratio in ratios.items()),
         "ratios": ratios,
         "tokens_per_s": rates,
-        "swap_s": bench.swaps,
-        "longest_pause_s": bench.pauses,
+        "swap_s": swaps,
+        "longest_pause_s": pauses,
         "start_s": start_s,
         "canary_error": stats.canary_max_error,
         "tensor_parallel": tensor_parallel,
         "preemptions": stats.preemptions,
         "prefix_cached_tokens": stats.cached_tokens,
         **msgspec.structs.asdict(sizes),
+        "prompt_tokens": prompt_tokens,
+        "max_tokens": max_tokens,
     }
+
+
+def _each(given: tuple[Number, ...], of: Sequence[object]) -> tuple[Number, ...]:
+    return given * len(of) if len(given) == 1 else given
+
+
+async def _found(
+    bench: SamplerLegs, at_once: tuple[int, ...], rounds: int, leg_s: float, swap_at: tuple[int, ...], swap_s: float
+) -> dict[str, list[float]]:
+    """With a broker of its own, in which nothing waits that others asked for."""
+    await publish(bench.run_dir / "policies", bench.folder, 0)
+    with services(bench.run_dir, "broker.1"):
+        gate = PauseGate(time.monotonic, lambda _: None, lambda: True)
+        await Sampling(make_service(bench.run_dir, bench.config), bench.engine, gate, lambda: None).catch_up()
+        say(f"policy v0 is served; canary error {bench.engine.stats().canary_max_error:.2g}")
+        rates = await _rates(bench, at_once, rounds, leg_s)
+        for n in swap_at:
+            swap = f"swap {n} {bench.sizes.tokens}"
+            rates[swap] = [await bench.service(n, swap_s, swapping=True)]
+            say(f"{swap}: {rates[swap][0]:.0f} tokens/s")
+    return rates
 
 
 async def _rates(bench: SamplerLegs, at_once: tuple[int, ...], rounds: int, leg_s: float) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for n in at_once:
-        for _, leg in in_turn((f"bare {n}", f"service {n}"), rounds):
+        for _, leg in in_turn((f"bare {n} {bench.sizes.tokens}", f"service {n} {bench.sizes.tokens}"), rounds):
             rate = await (bench.bare(n, leg_s) if leg.startswith("bare") else bench.service(n, leg_s))
             found.setdefault(leg, []).append(rate)
             say(f"{leg}: {rate:.0f} tokens/s")
@@ -168,7 +201,7 @@ class SamplerLegs:
 
     def __init__(self, sizes: LegSizes, folder: Path, engine: VLLMEngine, vocabulary: int, slots: int) -> None:
         self.sizes, self.folder, self.engine, self.vocabulary = sizes, folder, engine, vocabulary
-        words = [f"log_path={folder / 'runs'}", f"sampler.slots={slots}", "sampler.engine=vllm"]
+        words = [f"log_path={folder / 'runs' / sizes.tokens}", f"sampler.slots={slots}", "sampler.engine=vllm"]
         run = prepare(load(overrides=[*words, f"lora_rank={sizes.rank}", f"max_tokens={sizes.max_tokens}"]))
         self.run_dir, self.config = run.path, run.config
         self.swaps: list[float] = []
@@ -205,7 +238,7 @@ class SamplerLegs:
 
         callers = [asyncio.create_task(caller(name)) for name in range(at_once)]
         try:
-            rate = await self._rate(f"bare {at_once}", seconds)
+            rate = await self._rate(f"bare {at_once} {self.sizes.tokens}", seconds)
             for task in callers:
                 if task.done():
                     task.result()  # a caller never ends by itself
@@ -221,7 +254,7 @@ class SamplerLegs:
         async with self._service(at_once):
             publisher = asyncio.create_task(self._publish()) if swapping else None
             try:
-                return await self._rate(f"{'swap' if swapping else 'service'} {at_once}", seconds)
+                return await self._rate(f"{'swap' if swapping else 'service'} {at_once} {self.sizes.tokens}", seconds)
             finally:
                 if publisher is not None:
                     publisher.cancel()

@@ -29,7 +29,12 @@ def work(vocabulary: int, tokens: int, answer: int, seed: int = 0) -> Iterator[t
     while True:
         text = " ".join(f"t{rng.randrange(2, vocabulary)}" for _ in range(tokens))
         for _ in range(GROUP):
-            yield text, rng.randint(answer // 2, answer + answer // 2)
+            yield text, rng.randint(answer // 2, most_of(answer))
+
+
+def most_of(answer: int) -> int:
+    """Tokens of the longest answer."""
+    return answer + answer // 2
 
 
 @commands
