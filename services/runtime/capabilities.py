@@ -44,8 +44,10 @@ def bench_device(wanted: str, name: str, instance: int, *, from_last: bool = Fal
     return f"cuda:{count - 1 - instance % count if from_last else instance % count}"
 
 
-def memory_share(config: Config, service: str, memory: int) -> float:
-    """Of its GPU's `memory` bytes, what each of several benches or verifiers there may plan with."""
+def memory_share(config: Config, service: str, memory: int | None) -> float:
+    """Of its GPU's `memory` bytes, what each of several benches or verifiers there may plan with. None: of a host's,
+    where nothing lies beside plans.
+    """
     import torch
 
     counts = config.processes
@@ -53,8 +55,10 @@ def memory_share(config: Config, service: str, memory: int) -> float:
     benches = min(benches, placement.together(config)) if config.placement == "split" else benches
     is_one_gpu = config.placement == "one_gpu" or (config.placement is None and torch.cuda.device_count() < 2)
     if counts.verifier and is_one_gpu:
-        return even_share(memory, counts.timing_bench + counts.verifier)
-    return even_share(memory, max(1, counts.verifier) if service == "verifier" else benches)
+        several = counts.timing_bench + counts.verifier
+    else:
+        several = max(1, counts.verifier) if service == "verifier" else benches
+    return 1 / several if memory is None else even_share(memory, several)
 
 
 def share_beside_policy(config: Config, service: str, instance: int, memory: int) -> float | None:

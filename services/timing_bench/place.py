@@ -17,9 +17,6 @@ from services.runtime.capabilities import bench_device, memory_share, share_besi
 from services.runtime.quiet import shared_resources
 from services.runtime.service import Service
 
-_NO_CONTEXTS = 1 << 62
-"""Bytes, where only shares of a host's memory matter: nothing lies beside plans there."""
-
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Of one process: its cores and its device."""
@@ -84,7 +81,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     def _memory_share(self, service: Service) -> float:
         if self.turns is None:
             return 1.0
-        return memory_share(service.config, service.name, _NO_CONTEXTS if self.device == "cpu" else self._memory)
+        return memory_share(service.config, service.name, None if self.device == "cpu" else self._memory)
 
     def _share_beside_policy(self, service: Service) -> float | None:
         if self.device == "cpu" or service.is_apart:
