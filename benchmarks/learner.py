@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.harness import Commands, Result
 from benchmarks.harness import say as tell
-from benchmarks.harness.models import H100_DENSE, config_of, random_group, random_model, word_tokenizer
+from benchmarks.harness.models import END, H100_DENSE, config_of, random_group, random_model, word_tokenizer
 from kbrl_async.learning import efficiency
 from kbrl_async.learning.distributed import ProcessGroup
 from kbrl_async.learning.forward_backward import FusedPasses, OfModules, update_bytes
@@ -396,7 +396,7 @@ def of_trl(asked: StepOptions, checkpointing: bool) -> Result:
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             args=arguments,
             train_dataset=prompts(),
-            processing_class=word_tokenizer(2, pad_token="t1"),
+            processing_class=word_tokenizer(2, pad_token=END),
             peft_config=adapter or None,
             callbacks=[StepClock()],
         )

@@ -25,6 +25,8 @@ TOYS: dict[str, dict[str, Any]] = {
              "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32_000},
 }  # fmt: skip
 POSITIONS = 131072
+END = "<end>"
+"""The end of text of `word_tokenizer`, its entry 1."""
 H100_DENSE = 989e12
 """FLOP/s in bf16 by the data sheet of an H100 or H200 (SXM), what others' MFU are shares of."""
 
@@ -59,13 +61,17 @@ def random_model(config: Any, device: str, dtype: torch.dtype, seed: int = 0) ->
 
 
 def word_tokenizer(entries: int, **more: str) -> Any:
-    """A real tokenizer of that many entries, all of them made up: words `t7`, and no end-of-text that is ever drawn."""
+    """A real tokenizer of that many entries, all of them made up: words `t7`, and no end-of-text that is ever drawn.
+
+    The end of text is no beginning of a word: a special token is cut out wherever it stands, of `t17`, too.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    fast = Tokenizer(models.WordLevel({f"t{number}": number for number in range(entries)}, unk_token="t0"))
+    words = {END if number == 1 else f"t{number}": number for number in range(entries)}
+    fast = Tokenizer(models.WordLevel(words, unk_token="t0"))
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="t1", **more)
+    return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END, **more)
 
 
 def random_group(vocabulary: int, prompt_tokens: int, length: int, sequences: int) -> list[TrainGroup]:

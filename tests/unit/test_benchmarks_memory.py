@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import memory
+from benchmarks.harness.models import word_tokenizer
 from benchmarks.sampler.clients import most_of, work
 
 
@@ -46,3 +47,10 @@ def test_answers_of_many_lengths_stay_about_their_median() -> None:
 def test_no_answer_is_longer_than_the_engine_is_started_for() -> None:
     source = work(100, 4, 10)
     assert max(next(source)[1] for _ in range(2000)) == most_of(10)
+
+
+def test_a_prompt_has_as_many_tokens_as_were_asked_for() -> None:
+    text, _ = next(work(vocabulary=2048, tokens=300, answer=8))
+    ids = word_tokenizer(2048).encode(text, add_special_tokens=False)
+    assert ids == [int(word.removeprefix("t")) for word in text.split()]
+    assert len(ids) == 300
