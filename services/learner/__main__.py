@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 
 from services.learner import ranks
+from services.learner.allocator import let_segments_grow
 from services.runtime.nanny import run_service
 from services.runtime.service import choose_run, leave_out_traces
 
@@ -78,6 +80,7 @@ async def main(stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
+    let_segments_grow(os.environ)
     leave_out_traces()
     if ranks.is_follower():
         from services.learner.follower import follow
