@@ -34,7 +34,7 @@ class _Outline(NamedTuple):
     offset: int = 0
 
 
-class _Kept(NamedTuple):
+class _AsGiven(NamedTuple):
     """What is neither tensor nor float."""
 
     value: Any
@@ -83,7 +83,7 @@ def _outlined(result: Any, given: list[torch.Tensor]) -> Any:
     if type(result) is dict:
         return {key: _outlined(item, given) for key, item in result.items()}
     if not isinstance(result, torch.Tensor):
-        return _Kept(math.nan if isinstance(result, (float, complex)) else result)
+        return _AsGiven(math.nan if isinstance(result, (float, complex)) else result)
     if result.layout is not torch.strided:
         return None
     where = result.untyped_storage().data_ptr()
@@ -100,8 +100,8 @@ def _made(outline: Any, other: Any, given: list[torch.Tensor]) -> Any:
         made = torch.empty_strided(outline.size, outline.stride, dtype=outline.dtype, device=outline.device)
         torch.empty(0, dtype=torch.uint8, device=outline.device).set_(made.untyped_storage()).fill_(_NO_VALUE)
         return made
-    if isinstance(outline, _Kept):
-        return other.value if isinstance(other, _Kept) else None
+    if isinstance(outline, _AsGiven):
+        return other.value if isinstance(other, _AsGiven) else None
     if isinstance(outline, (list, tuple)):
         others = other if type(other) is type(outline) and len(other) == len(outline) else [None] * len(outline)
         return type(outline)(_made(*both, given) for both in zip(outline, others, strict=True))
