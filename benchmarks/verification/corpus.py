@@ -57,7 +57,12 @@ State = Literal["accepted", "built", "refused", "no_kernel", "problem", "missing
 """`built`: it ran to its end where tensors have no values, and all that it asked for was compiled. From `no_kernel` on
 it says nothing of the candidate: it needs a package that is `missing` here, or its run without a GPU was `cut_short`.
 """
-_MISSING = re.compile(r"\b(?:ModuleNotFound|Import)Error: |fatal error: [\w./-]+: No such file")
+_MISSING = re.compile(
+    r"\b(?:ModuleNotFound|Import)Error: |fatal error: [\w./+-]+: No such file|fatal error: '[\w./+-]+' file not found"
+    r"|cannot open source file \"[\w./+-]+\""
+)
+_ELSEWHERE = re.compile(r"^the flag (?:extra_include_paths=|-(?:I|isystem|idirafter)[ =]?)['\"]?(/[^'\" ]+)")
+"""A folder of somebody else's library, named to the compiler."""
 _SHARES = 3
 """Verifiers that may plan with all of a GPU's memory between them; if there are more, some wait at times. Benches that
 judge what others built have what `even_share` says, as in a run: so none waits, and each keeps what it has.
@@ -402,7 +407,7 @@ def _judged(
         is_here = False
     if problem is not None and is_here:
         result = verifier.verify(problem, candidate, built=built)
-        verdict, state = (result.verdict, "accepted") if result.ok else _refused(result.verdict)
+        verdict, state = (result.verdict, "accepted") if result.ok else refused(result.verdict)
         details = {stage.name: stage.detail for stage in result.stages if stage.detail}
         return verdict, state, result.seconds, details, result.toolchain
     build = built or verifier.build(candidate, problem)
@@ -411,13 +416,14 @@ def _judged(
         is_cut = build.hint.startswith("not all was compiled ahead")
         state = "missing" if _MISSING.search(build.hint) else "cut_short" if is_cut else "built"
         return early(Fault.OK, build.hint), state, stages, {}, build.toolchain
-    return *_refused(unbuilt(build)), stages, {}, build.toolchain
+    return *refused(unbuilt(build)), stages, {}, build.toolchain
 
 
-def _refused(verdict: Verdict) -> tuple[Verdict, State]:
+def refused(verdict: Verdict) -> tuple[Verdict, State]:
     """What was not there when it ran is nobody's fault; a rule that names an import is one."""
     is_missing = verdict.fault in (Fault.RUNTIME_ERROR, Fault.COMPILE_ERROR) and _MISSING.search(verdict.message)
-    return verdict, "missing" if is_missing else "refused"
+    named = _ELSEWHERE.search(verdict.message) if verdict.rule == "flag" else None
+    return verdict, "missing" if is_missing or (named and not Path(named[1]).exists()) else "refused"
 
 
 def _is_expected(folder: Path, outcome: CorpusOutcome) -> bool:

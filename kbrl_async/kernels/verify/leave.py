@@ -43,6 +43,8 @@ class Moved(msgspec.Struct, frozen=True):
     mean_square: float
     by_band: tuple[float, ...] = ()
     """The same of each band."""
+    overflows: bool = False
+    """What was a number is none."""
 
 
 def is_few(outputs: Sequence[torch.Tensor]) -> bool:
@@ -53,7 +55,8 @@ def moved(expected: torch.Tensor, other: torch.Tensor) -> Moved:
     if not expected.is_floating_point() or expected.numel() == 0 or expected.shape != other.shape:
         return Moved(0.0, 0.0)
     by_band = tuple(rms(*both) ** 2 for both in zip(bands(expected), bands(other), strict=True))
-    return Moved(largest_error(expected, other), rms(expected, other) ** 2, by_band)
+    overflows = any(bool((one.isfinite() & ~two.isfinite()).any()) for one, two in pieces(expected, other))
+    return Moved(largest_error(expected, other), rms(expected, other) ** 2, by_band, overflows)
 
 
 def allowed(
@@ -77,7 +80,7 @@ def allowed(
         spread=max(least, min(whole, most)),
         by_band=() if is_even else tuple(_of_bands(found, relative, expected, seen)),
         elements=count,
-        ill=found.ill or whole > max(least, most),
+        ill=found.ill or whole > max(least, most) or any(one.overflows for one in seen),
     )
 
 

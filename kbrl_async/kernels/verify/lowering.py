@@ -5,8 +5,9 @@
     operands ─▶ a scale for each row of the one, each column of the other, or each block along the sum
              ─▶ rounded, and scaled back ─▶ the library's product        (all else as the reference has it)
 
-As honest kernels do it: symmetric, to the nearest (tf32 cut). Seen are operators of torch below `linear`, `matmul`,
-`einsum`, convolutions and attention; recurrent layers are not, and no more is allowed for these.
+As honest kernels do it: symmetric, to the nearest (tf32 cut); products of fp16 are kept in fp16, and may overflow.
+Seen are operators of torch below `linear`, `matmul`, `einsum`, convolutions and grouped products; what is done in one
+operator is `taken_apart`.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kbrl_async.kernels.problems.declared import PRECISIONS
+from kbrl_async.kernels.verify.taken_apart import TakenApart
 from kbrl_async.kernels.verify.tolerance import FP8_SUM
 
 GRIDS = 8
 """Ways to lay the numbers that are left: of few outputs one way says little."""
 _STEP = 1 / 64
 _OPERANDS = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "convolution"), (0, 1)),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "convolution", "_grouped_mm"), (0, 1)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv"), (1, 2)),
 }
 _WHOLE = {"int8": 127.0, "int4": 7.0}
 _FP8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 _CAST = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _BLOCKS = {"nvfp4": 16, "mxfp4": 32}
+_BELOW_INT8 = (*_FP8, *_BLOCKS, "int4")
 _LARGEST_E2M1, _LARGEST_E4M3 = 6.0, 448.0
 _LEAST = 1e-30
 
@@ -44,7 +47,8 @@ def number(precision: str, grid: int = 0) -> int:
 
 def lowered(call: Callable[[], Any], what: int) -> Any:
     """The call's result with products of narrower numbers; `what` as `number` gives it."""
-    with _Lowered(PRECISIONS[what // GRIDS], 1.0 + what % GRIDS * _STEP), sdpa_kernel(SDPBackend.MATH), _in_steps():
+    mode = _Lowered(PRECISIONS[what // GRIDS], 1.0 + what % GRIDS * _STEP)
+    with mode, sdpa_kernel(SDPBackend.MATH), _in_steps(), TakenApart():
         return call()
 
 
@@ -71,6 +75,8 @@ class _Lowered(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignor
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.name().partition(".")[0].removeprefix("aten::")
+        if name == "_int_mm" and self._precision in _BELOW_INT8:
+            return self._of_bytes(args[0], args[1])
         places = _OPERANDS.get(name.removesuffix("_"))
         if places is None and torch.is_inference_mode_enabled():  # what others are made of is not taken apart there
             with self:
@@ -83,10 +89,19 @@ class _Lowered(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignor
         for place, sides in zip(places, _sides(name, args[places[1]].dim(), is_transposed), strict=True):
             given[place] = rounded(args[place], self._precision, *sides, self._stretch)
         result = function(*given, **(kwargs or {}))
-        if self._precision in _FP8 and not name.endswith("_") and not kwargs:
-            sums = [one.abs() if isinstance(one, torch.Tensor) else one for one in given]
-            result = result - torch.copysign(function(*sums) * FP8_SUM, result)  # towards zero, as they are cut
+        if self._precision in _FP8 and not name.endswith("_") and (not kwargs or name == "_grouped_mm"):
+            sums = [one.abs() if _is_wide(one) else one for one in given]
+            cut = function(*sums, **(kwargs or {})) * FP8_SUM
+            result = result - torch.copysign(cut, result)  # towards zero, as they are cut
+        if self._precision == "float16" and not name.endswith("_"):
+            result = result.half().to(result.dtype)
         return result
+
+    def _of_bytes(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Of whole numbers, which these have not all."""
+        left = rounded(one.float(), self._precision, stretch=self._stretch)
+        right = rounded(other.float(), self._precision, along=-2, stretch=self._stretch)
+        return (left.double() @ right.double()).round().int()
 
 
 def _is_wide(value: Any) -> bool:

@@ -178,6 +178,15 @@ class ExtensionModule(types.ModuleType):
 
 
 def _load(name: str, path: str, is_python_module: bool) -> Any:
+    before = _operators()
+    try:
+        return _loaded(name, path, is_python_module)
+    finally:
+        for operator in _operators() - before:
+            _prove_operator(*operator.split("::"))
+
+
+def _loaded(name: str, path: str, is_python_module: bool) -> Any:
     import torch
 
     if not is_python_module:
@@ -206,14 +215,29 @@ def _prove_methods(made: type) -> None:
             setattr(made, name, _proven(f"{made.__name__}.{name}", member))
 
 
+def _operators() -> set[str]:
+    """Without their overloads."""
+    import torch
+
+    binding: Any = torch._C
+    return {name.partition(".")[0] for name in binding._dispatch_get_all_op_names()}
+
+
+def _prove_operator(space: str, name: str) -> None:
+    """One that is registered for all devices at once: torch calls what is behind it before a dispatch mode sees it."""
+    import torch
+
+    packet: Any = getattr(getattr(torch.ops, space), name, None)  # none: only functions of it are registered
+    for overload in packet.overloads() if packet is not None else ():
+        made = getattr(packet, overload)
+        if made.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+            made._op = packet._op = _proven(made.name(), made._op)
+
+
 def _proven(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function, assigned=("__doc__", "__name__"), updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        if RECORDER.tape is not None:
-            RECORDER.tape(function, (*args, *kwargs.values()), [])
-        if kwargs:
-            return RECORDER.call(name, functools.partial(function, **kwargs), *args)
-        return RECORDER.call(name, function, *args)
+        return RECORDER.proven(name, function, args, kwargs)
 
     return call
 

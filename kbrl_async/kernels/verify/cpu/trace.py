@@ -47,6 +47,7 @@ _GUARDED: list[tuple[object, str]] = [
     (torch.cuda, "synchronize"),
     (torch.cuda, "Event"),
     (LaunchCounter, "call"),
+    (LaunchCounter, "proven"),
     (c.CKernel, "__call__"),
     (c, "RECORDER"),
     (ctypes, "CDLL"),
@@ -96,16 +97,29 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
         if is_own and (keys := _keys_in_python(function, (args, kwargs))) is not None:
             with self:  # what it launches and calls is seen by itself
                 return function.redispatch(keys, *args, **(kwargs or {}))
-        if is_own and RECORDER.is_muted:
-            raise RuntimeError(f"{name} is an own operator, and own kernels are off")
+        if is_own:
+            return self._own(name, function, args, kwargs or {})
         begin = _now()
         result = function(*args, **(kwargs or {}))
         spent = _now() - begin
-        book = RECORDER.launches if is_own else self.inside if RECORDER.depth else self.ops
+        book = self.inside if RECORDER.depth else self.ops
         count, before = book.get(name, (0, 0))
         book[name] = (count + 1, before + spent)
         if self._sizes and (computes(name) or copies(name)):
             self._look(name, result)
+        return result
+
+    def _own(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        """An operator that an extension has registered; what it calls is seen, too."""
+        key = _device_key((args, kwargs))
+
+        def call(*given: Any, **named: Any) -> Any:
+            with self:
+                return function.redispatch(_keys(key), *given, **named)
+
+        result = RECORDER.proven(name, call if key else function, args, kwargs)
+        if result is None and function._schema.returns:
+            raise RuntimeError(f"{name} is an own operator, and own kernels are off")
         return result
 
     def given(self, kernel: Any, args: tuple[Any, ...], values: list[Any]) -> None:
@@ -152,12 +166,19 @@ def _keys_in_python(function: Any, given: Any) -> Any:
     """Where a candidate's operator is Python (`torch.library.custom_op`, `Library.impl`), what it is registered under
     for these arguments; else None.
     """
-    name, binding = function.name(), _binding
-    device: str = binding._dispatch_key_for_device(next((one.device.type for one in _tensors_in(given)), "cpu"))
+    name, device = function.name(), _device_key(given) or "CPU"
     key = device if _has_kernel(name, device) else "CompositeExplicitAutograd"
-    if f"{name.replace('::', '/')}/{key}" not in _in_python:
-        return None
-    return binding.DispatchKeySet(binding._parse_dispatch_key(device))
+    return _keys(device) if f"{name.replace('::', '/')}/{key}" in _in_python else None
+
+
+def _device_key(given: Any) -> str:
+    """Of the first tensor among these arguments; empty: there is none."""
+    device = next((one.device.type for one in _tensors_in(given)), "")
+    return str(_binding._dispatch_key_for_device(device)) if device else ""
+
+
+def _keys(device_key: str) -> Any:
+    return _binding.DispatchKeySet(_binding._parse_dispatch_key(device_key))
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

@@ -249,13 +249,15 @@ class CapturedKernels:
             raise CandidateFault(Fault.INCORRECT, _WRONG_LATER, "wrong_when_timed")
         answer = [self._aside(tensor) for tensor in got]
         del got
+        self._is_blind |= not self._fill_others(inputs)
+        candidate.call(wire.OP_TRACE, 0, sides.limit_s)  # numbers that its functions give are of these
+        _put_back(candidate.slots[0], inputs)
         traced = candidate.watched_forward(wire.OP_TRACE, answer, 2 * sides.limit_s).trace
         assert traced is not None, "a call that is to be told of is, or is refused"
         for _ in range(_OTHERS):
             self._is_blind |= not self._fill_others(inputs)
             candidate.call(wire.OP_RUN, 0, sides.limit_s)
-        for place, block in zip(candidate.slots[0], inputs, strict=True):
-            place.copy_(block)
+        _put_back(candidate.slots[0], inputs)
         return answer, expected, traced.answered, outcome.is_short
 
     def _looked_at(self) -> list[torch.Tensor]:
@@ -344,6 +346,11 @@ class CapturedKernels:
             of_a_slot = [wanted[0]] if wanted.dim() and len(wanted) == 1 else []
             is_alike = any(have_nearly_all([one], answer) for answer in (wanted, *of_a_slot))
         return is_alike and self._rivals.is_beaten(number, one, wanted)
+
+
+def _put_back(places: list[torch.Tensor], blocks: list[torch.Tensor]) -> None:
+    for place, block in zip(places, blocks, strict=True):
+        place.copy_(block)
 
 
 def _changed(places: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:

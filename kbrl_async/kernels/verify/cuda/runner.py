@@ -378,7 +378,7 @@ class CudaRunner(runner.Runner):
 
     def _stand_ins_of(self, muted: bool) -> StandIns:
         if not muted or self._stand_ins is None:
-            self._stand_ins = StandIns()
+            self._stand_ins = StandIns(self._stand_ins)
         self._stand_ins.begin()
         return self._stand_ins
 

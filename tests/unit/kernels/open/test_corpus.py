@@ -17,6 +17,7 @@ from benchmarks.verification import adapters, corpus, posed
 from kbrl_async.errors import UserError
 from kbrl_async.kernels.funnel import Builder, Verifier
 from kbrl_async.kernels.problems import beside, load_file, parse_problem
+from protocols.records import Fault, Verdict
 from tests.candidates import affine
 from tests.unit.kernels.open.test_honest import STYLES, c
 from tests.unit.kernels.open.test_rules import CAUGHT
@@ -73,6 +74,54 @@ def test_each_pair_has_an_outcome_and_bad_ones_are_nobodys_fault(folder: Path) -
     assert len(found["not_counted"]) == 12
     assert any("random or keeps state" in line for line in found["not_counted"])
     assert found["accused"] == ["decoy"]
+
+
+EXTENSION = """
+import torch
+from torch.utils.cpp_extension import load_inline
+
+SOURCE = "#include <{header}>\\ntorch::Tensor f(torch::Tensor x) {{ return x * 2 + 1; }}"
+ours = load_inline(name="ours", cpp_sources=SOURCE, functions=["f"], {flag})
+
+class ModelNew(torch.nn.Module):
+    def forward(self, x):
+        return ours.f(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("header", "flag", "state"),
+    [
+        ("kittens.cuh", "", "missing"),
+        ("vector", "extra_include_paths=['/root/nowhere/include']", "missing"),
+        ("vector", "extra_cflags=['-O3', '-I/root/nowhere/include']", "missing"),
+        ("vector", "extra_ldflags=['-L/root/nowhere', '-lnowhere']", "refused"),
+        ("vector", "extra_include_paths=['{here}']", "refused"),
+        ("vector", "extra_cflags=['-fplugin=/root/nowhere']", "refused"),
+    ],
+    ids=["header", "path", "flag", "library", "a folder that is there", "another flag"],
+)
+def test_whose_build_needs_somebody_elses_library_is_not_refused(
+    tmp_path: Path, header: str, flag: str, state: str
+) -> None:
+    """It is missing here, as a package is: nothing is shown of the candidate."""
+    (tmp_path / "pair").mkdir()
+    text = EXTENSION.format(header=header, flag=flag.format(here=tmp_path))
+    (tmp_path / "pair" / "candidate.py").write_text(text)
+    (tmp_path / "pair" / "problem.py").write_text(affine())
+    found = corpus.honest(corpus=tmp_path)
+    assert found["states"] == {state: 1}, found
+
+
+def test_what_other_compilers_say_of_a_header_that_is_missing_is_known() -> None:
+    for said in (
+        'run.cu(3): catastrophic error: cannot open source file "kittens.cuh"',
+        "run.cpp:3:10: fatal error: 'cute/tensor.hpp' file not found",
+        "run.cpp:3:10: fatal error: hip/hip_runtime.h: No such file or directory",
+    ):
+        verdict = Verdict(Fault.COMPILE_ERROR, message=said)
+        assert corpus.refused(verdict)[1] == "missing", said
+    assert corpus.refused(Verdict(Fault.COMPILE_ERROR, message='error: "x" is undefined'))[1] == "refused"
 
 
 def test_benches_judge_what_the_jobs_have_built_and_a_share_is_judged_alone(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ import torch
 from kbrl_async.kernels.problems import parse_problem
 from kbrl_async.kernels.sandbox import Limits, Zygote
 from kbrl_async.kernels.settings import TimingBench
-from kbrl_async.kernels.verify import Bench, bench_options
+from kbrl_async.kernels.verify import Bench, bench_options, taken_apart
 from kbrl_async.kernels.verify.compare import difference
 from kbrl_async.kernels.verify.input_set import InputSet
 from kbrl_async.kernels.verify.lowering import lowered, number
@@ -384,6 +385,89 @@ def test_weights_and_what_lies_in_between_may_be_narrow_with_leave(watching: Ben
     assert judged(watching, problem, candidate) is Fault.INCORRECT
 
 
+RECURRENT = """h, c = torch.zeros(8, 96), torch.zeros(8, 96)
+        for step in x:
+            gates = {first} + {second}
+            i, f, g, o = gates.chunk(4, -1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+        return h"""
+GRU = """h, rows = torch.zeros(8, 96), []
+        for step in x:
+            a = product(step, self.a.weight_ih_l0, self.a.bias_ih_l0).chunk(3, -1)
+            b = product(h, self.a.weight_hh_l0, self.a.bias_hh_l0).chunk(3, -1)
+            r, z = (a[0] + b[0]).sigmoid(), (a[1] + b[1]).sigmoid()
+            h = (1 - z) * (a[2] + r * b[2]).tanh() + z * h
+            rows.append(h)
+        return torch.stack(rows)"""
+PLAIN = """h = torch.zeros(8, 96)
+        for step in x:
+            first = product(step, self.a.weight_ih_l0, self.a.bias_ih_l0)
+            h = (first + product(h, self.a.weight_hh_l0, self.a.bias_hh_l0)).tanh()
+        return h"""
+DISTANCES = """most = (x**2).sum(-1)[:, None] + (y**2).sum(-1)[None]
+        return (most - 2 * narrowed(x, (-1,)) @ narrowed(y, (-1,)).T).clamp_min(0).sqrt()"""
+BILINEAR = """t = narrowed(x, (-1,)) @ narrowed(self.a.weight.transpose(0, 1).reshape(48, -1), (0,))
+        return (t.view(-1, 32, 40) * y[:, None]).sum(-1) + self.a.bias"""
+BILINEAR_TWICE = """t = narrowed(x, (-1,)) @ narrowed(self.a.weight.transpose(0, 1).reshape(48, -1), (0,))
+        return (narrowed(t.view(-1, 32, 40), (-1,)) * narrowed(y, (-1,))[:, None]).sum(-1) + self.a.bias"""
+_GROUPS = ", ".join(("torch.randn(128, 64).bfloat16()", "torch.randn(2, 64, 48).bfloat16()"))
+_OFFSETS = "torch.tensor([48, 128], dtype=torch.int32)"
+GROUPED = """one, two = (narrowed(a.float(), (-1,)) @ narrowed(b.float(), (0,)) for a, b in zip((x[:48], x[48:]), w))
+        return torch.cat([one, two]).bfloat16()"""
+_STEPS = "torch.randn(12, 8, 64)"
+LATE = {
+    "an LSTM": (
+        module("self.a = nn.LSTM(64, 96)", "self.a(x)[1][0][0]", _STEPS),
+        "x",
+        RECURRENT.format(
+            first="product(step, self.a.weight_ih_l0, self.a.bias_ih_l0)",
+            second="product(h, self.a.weight_hh_l0, self.a.bias_hh_l0)",
+        ),
+    ),
+    "an LSTM's inputs alone": (
+        module("self.a = nn.LSTM(64, 96)", "self.a(x)[1][0][0]", _STEPS),
+        "x",
+        RECURRENT.format(
+            first="product(step, self.a.weight_ih_l0, self.a.bias_ih_l0)",
+            second="F.linear(h, self.a.weight_hh_l0, self.a.bias_hh_l0)",
+        ),
+    ),
+    "a GRU": (module("self.a = nn.GRU(64, 96)", "self.a(x)[0]", _STEPS), "x", GRU),
+    "an RNN": (module("self.a = nn.RNN(64, 96)", "self.a(x)[1][0]", _STEPS), "x", PLAIN),
+    "distances": (
+        module("pass", "torch.cdist(x, y)", "torch.randn(64, 128), torch.randn(96, 128)", "x, y"), "x, y", DISTANCES
+    ),
+    "a bilinear layer": (
+        module("self.a = nn.Bilinear(48, 40, 32)", "self.a(x, y)", "torch.randn(64, 48), torch.randn(64, 40)", "x, y"),
+        "x, y",
+        BILINEAR,
+    ),
+    "both products of it": (
+        module("self.a = nn.Bilinear(48, 40, 32)", "self.a(x, y)", "torch.randn(64, 48), torch.randn(64, 40)", "x, y"),
+        "x, y",
+        BILINEAR_TWICE,
+    ),
+    "grouped products": (
+        module("pass", f"torch._grouped_mm(x, w, offs={_OFFSETS})", _GROUPS, "x, w"), "x, w", GROUPED
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", FEW)
+@pytest.mark.parametrize("name", LATE)
+def test_what_the_library_does_in_one_operator_may_be_narrow_with_leave(
+    watching: Bench, name: str, precision: str
+) -> None:
+    problem, arguments, body = LATE[name]
+    most, few = FEW[precision]
+    candidate = _NARROW.format(arguments=arguments, body=body, most=most, few=few)
+    assert judged(watching, declared(problem, precision), candidate) is Fault.OK
+    assert judged(watching, problem, candidate) is Fault.INCORRECT
+    fewer = _NARROW.format(arguments=arguments, body=body, most=7.0, few=FEW["int8"][1])
+    assert judged(watching, declared(problem, precision), fewer) is Fault.INCORRECT
+
+
 PARTIAL = {
     "the first layer of half of the inputs": ("x", "return self.b(torch.relu(self.a(x * (torch.arange(128) < 64))))"),
     "no second layer's bias": ("x", "return self.b(torch.relu(self.a(x))) - self.b.bias"),
@@ -461,12 +545,98 @@ def test_a_kernel_in_c_is_held_to_what_the_problem_allows(
     assert ("root mean square" in verdict.tolerance_note) is bool(precision)
 
 
+LARGE = PRODUCT.replace("torch.randn(64, 512)", "torch.randn(64, 512) * 100")
+
+
+def test_where_products_overflow_in_fp16_a_milder_set_is_taken(sets_of: Callable[[str], list[InputSet]]) -> None:
+    """Ten times as large as usual they are no numbers in fp16, which the problem gives leave for."""
+
+    def kept_in_half(x: torch.Tensor, w: torch.Tensor, until: int = K) -> torch.Tensor:
+        return (x.half()[:, :until].float() @ w.half()[:until].float()).half()
+
+    sets = sets_of(declared(LARGE, "float16"))
+    assert wrong_on(sets, kept_in_half) == set()
+    assert "nominal" in wrong_on(sets, lambda x, w: kept_in_half(x, w, K - 1))
+    assert "nominal" in wrong_on(sets, product(fp8, fp8))
+    assert "large" in wrong_on(sets_of(LARGE), kept_in_half)
+
+
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    return (x * 30).round().clamp(-127, 127).char()
+
+
+BYTES = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def forward(self, x, w):
+        few = [(one * 30).round().clamp(-127, 127).to(torch.int8) for one in (x, w)]
+        return torch._int_mm(*few).float() / 900
+
+def get_inputs():
+    return [torch.randn(64, 512), torch.randn(512, 96)]
+
+def get_init_inputs():
+    return []
+"""
+
+
+@pytest.mark.parametrize("precision", ["int4", "float8_e4m3fn", "nvfp4"])
+def test_whole_numbers_of_a_byte_may_be_narrow_with_leave(
+    sets_of: Callable[[str], list[InputSet]], precision: str
+) -> None:
+    way = OF[precision]
+
+    def kernel(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return way(bytes_of(x).float(), 1) @ way(bytes_of(w).float(), 0) / 900
+
+    assert wrong_on(sets_of(declared(BYTES, precision)), kernel) == set()
+    for less in (declared(BYTES, "int8"), BYTES):
+        assert "nominal" in wrong_on(sets_of(less), kernel)
+
+
 def without_autograd(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     def run() -> torch.Tensor:
         with torch.inference_mode():
             return call()
 
     return run
+
+
+_QUERY, _KEY, _MASK = torch.randn(2, 4, 48, 16), torch.randn(2, 2, 64, 16), torch.randn(4, 48, 64)
+BLOCKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "masked": {"attn_mask": _MASK > 0},
+    "with a bias": {"attn_mask": _MASK, "scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_large_attention_is_simulated_in_blocks(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
+    """As a whole it found no memory, and an honest kernel was given no room."""
+
+    def attention() -> torch.Tensor:
+        query, key = _QUERY.to(dtype), _KEY.to(dtype)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True, **BLOCKS[name])
+
+    scores, product_of = list[int](), torch.softmax
+
+    def watched(x: torch.Tensor, dim: int) -> torch.Tensor:
+        scores.append(x.numel())
+        return product_of(x, dim)
+
+    with torch.no_grad():
+        whole = lowered(attention, number("int8"))
+        monkeypatch.setattr(taken_apart, "SCORES", 700)
+        monkeypatch.setattr(torch, "softmax", watched)
+        found = lowered(attention, number("int8"))
+        plain = attention()
+    assert max(scores) <= 700
+    torch.testing.assert_close(found, whole, rtol=1e-2, atol=4e-2 if dtype is torch.bfloat16 else 1e-5)
+    assert float((found - plain).abs().max()) > 1e-3
 
 
 X, W = torch.randn(2, 32, 64), torch.randn(64, 48)

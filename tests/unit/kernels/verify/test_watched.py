@@ -376,6 +376,74 @@ def test_an_honest_extension_whose_function_returns_its_answer_is_proven(forward
     assert found_of(forward) is None
 
 
+def beside(x: torch.Tensor) -> dict[str, Any]:
+    return {"of": half_tanh(x), "sizes": (x.numel(), [x.numel(), "tanh"]), "most": float(x.numpy().max())}
+
+
+def by_what_is_beside(x: torch.Tensor) -> torch.Tensor:
+    """It goes its way by numbers, flags and words that its function gives, and fails on any others."""
+    found = cast(dict[str, Any], returned(x * 2, beside))
+    size, (same, name) = found["sizes"]
+    y = torch.empty(size)
+    return launched(found["of"], y, {"tanh": copied}[name]).view(same)
+
+
+def by_a_scale(x: torch.Tensor) -> torch.Tensor:
+    """By a number of its own that is much the same of all inputs."""
+    return own(x / (1 + 1e-6 * returned(x, mean_square)), tanh_unseen)
+
+
+def mean_square(x: torch.Tensor) -> float:
+    return float((x.numpy() ** 2).mean())
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return cast(torch.Tensor, torch.tanh(x) * (1 + 1e-6 * returned(x, mean_square)))
+
+
+def placed(x: torch.Tensor) -> torch.Tensor:
+    """The answer is a whole number that a function returns."""
+    return torch.full((64,), returned(x, lambda given: int(given.numpy().argmax())))
+
+
+@pytest.mark.parametrize(
+    ("forward", "right"),
+    [
+        (by_what_is_beside, torch.tanh),
+        (lambda x: own(x, tanh_unseen) if returned(x, lambda given: given.dim() == 1) else x, torch.tanh),
+        (lambda x: returned(returned(x, lambda given: (given + 0, 3))[0], tanh_unseen), torch.tanh),
+        (by_a_scale, torch.tanh),
+        (lambda x: returned(x, lambda given: None) or own(x, tanh_unseen), torch.tanh),
+        (placed, lambda x: torch.full((64,), int(x.argmax()))),
+    ],
+    ids=["dict", "flag", "tuple", "float", "None", "the answer"],
+)
+def test_an_honest_extension_whose_functions_return_numbers_is_proven(forward: Forward, right: Forward) -> None:
+    """They met None in place of numbers and failed: such were `unproven`."""
+    torch.manual_seed(0)
+    assert found_of(forward, right=right) is None
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: returned(torch.tanh(x), lambda found: (found + 0, 3))[0],
+        lambda x: torch.tanh(x) if returned(x, lambda given: given.dim() == 1) else x,
+        lambda x: torch.tanh(x.view(returned(x, lambda given: given.numel()))),
+        lambda x: torch.tanh(x) if returned(x, lambda given: "tanh") == "tanh" else x,
+        lambda x: torch.tanh(x) if returned(x, mean_square) else x,
+        lambda x: returned(torch.tanh(x), beside) and torch.tanh(x),
+        scaled,
+    ],
+    ids=["tuple", "flag", "size", "word", "float", "dict", "scaled"],
+)
+def test_an_extension_that_returns_numbers_beside_the_librarys_answer_is_a_decoy(forward: Forward) -> None:
+    torch.manual_seed(0)
+    found = found_of(forward)
+    assert found is not None
+    assert (found.rule, found.fault) == ("decoy_kernel", Fault.CHEATING)
+
+
 @pytest.mark.parametrize(
     "forward",
     [
