@@ -37,6 +37,7 @@ _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _binding: Any = torch._C
 _in_python = torch.library._impls
 """Operator and dispatch key of each function that Python has registered."""
+_DEVICES = ("CPU", "CUDA")
 _KEPT, _MOVED = 8, 2
 BEFORE = "what was there before an own kernel ran"
 _LIBRARY = ("aten::", "prim::", "prims::")
@@ -93,7 +94,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
             return function(*args, **(kwargs or {}))
         name = function.name().partition(".")[0]
         is_own = not name.startswith(_LIBRARY)
-        if is_own and (keys := _keys_in_python(function, (args, kwargs))) is not None:
+        if (is_own or is_replaced(function)) and (keys := _keys_in_python(function, (args, kwargs))) is not None:
             with self:  # what it launches and calls is seen by itself
                 return function.redispatch(keys, *args, **(kwargs or {}))
         if is_own and RECORDER.is_muted:
@@ -146,6 +147,12 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
         if copies(name):
             return holding.moves(lambda wanted: is_moved(item, wanted, self._inputs))
         return holding.adds(lambda wanted: is_answer(item, wanted))
+
+
+def is_replaced(function: Any) -> bool:
+    """Whether an operator of the library's is a function of the candidate's on some device: torch itself has none."""
+    name = function.name().replace("::", "/")
+    return any(f"{name}/{device}" in _in_python for device in _DEVICES)
 
 
 def _keys_in_python(function: Any, given: Any) -> Any:

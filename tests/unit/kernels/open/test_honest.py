@@ -235,3 +235,29 @@ def test_a_kept_buffer_is_timed_too(free: Verifier, problem: Problem) -> None:
 def test_strict_wants_fresh_outputs(strict: Verifier, problem: Problem) -> None:
     verdict = strict.verify(problem, STYLES["one buffer"]).verdict
     assert (verdict.fault, verdict.rule) == (Fault.INCORRECT, "output_overwritten")
+
+
+REPLACED = """
+def own(x):
+    y = torch.empty_like(x)
+    {body}
+    return y
+library = torch.library.Library("aten", "IMPL")
+library.impl("tanh", own, "CPU")
+KERNEL = c_kernel(SOURCE, "f")
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("KERNEL(x.contiguous(), y, x.numel())", Fault.OK),
+        ("z = x * 2 + 1; KERNEL(x.contiguous(), y, x.numel()); y.copy_(z)", Fault.CHEATING),
+    ],
+)
+def test_an_operator_of_the_librarys_that_it_replaces_is_its_own(
+    free: Verifier, problem: Problem, body: str, fault: Fault
+) -> None:
+    text = c(forward="y = torch.tanh(x)").replace("\nclass ModelNew", REPLACED.format(body=body) + "\nclass ModelNew")
+    verdict = free.verify(problem, text).verdict
+    assert verdict.fault is fault, verdict
