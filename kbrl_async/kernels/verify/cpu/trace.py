@@ -40,6 +40,7 @@ _in_python = torch.library._impls
 _DEVICES = ("CPU", "CUDA")
 _KEPT, _MOVED = 8, 2
 BEFORE = "what was there before an own kernel ran"
+UNMADE = "what the library is given"
 _LIBRARY = ("aten::", "prim::", "prims::")
 """Namespaces of the library's operators; any other was registered by the candidate, in its extension or in Python."""
 _GUARDED: list[tuple[object, str]] = [
@@ -99,6 +100,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
                 return function.redispatch(keys, *args, **(kwargs or {}))
         if is_own and RECORDER.is_muted:
             raise RuntimeError(f"{name} is an own operator, and own kernels are off")
+        if RECORDER.is_muted and self._sizes and computes(name):
+            self._look_at_given((args, kwargs))
         begin = _now()
         result = function(*args, **(kwargs or {}))
         spent = _now() - begin
@@ -108,6 +111,19 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
         if self._sizes and (computes(name) or copies(name)):
             self._look(name, result)
         return result
+
+    def _look_at_given(self, given: Any) -> None:
+        """Who calls numpy, or the library where it is not seen, and joins an own kernel's zeros or its mask to that,
+        has no operator that makes the answer while own kernels are off, but one that is given it.
+        """
+        self._is_looking = True
+        try:
+            found = [item for item in _tensors_in(given) if item.numel() in self._sizes and _has_place(item)]
+        finally:
+            self._is_looking = False
+        for item in found:
+            if item.data_ptr() not in self._places | self._changing:
+                self._look(UNMADE, item)
 
     def given(self, kernel: Any, args: tuple[Any, ...], values: list[Any]) -> None:
         """What an own kernel is called with while it is off: whoever made it, numpy or a foreign library, no operator
@@ -140,13 +156,17 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
 
     def tells(self, name: str, item: torch.Tensor, holding: Holding) -> bool:
         """Whether with this result the library had most of the answer's tensors; an input never tells."""
-        if name in (BEFORE, IN_PLACE) and self.is_input(item):
+        if name in (BEFORE, UNMADE, IN_PLACE) and self.is_input(item):
             return False
         if name == IN_PLACE:  # most of it may be the input as it came
             return holding.moves(lambda wanted: is_answer(item, wanted))
         if copies(name):
             return holding.moves(lambda wanted: is_moved(item, wanted, self._inputs))
         return holding.adds(lambda wanted: is_answer(item, wanted))
+
+
+def _has_place(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
 
 
 def is_replaced(function: Any) -> bool:
