@@ -22,6 +22,7 @@ import torch
 
 from kbrl_async.kernels.backends.backend import LIBRARY, Backend, backend
 from kbrl_async.kernels.backends.launch import plan
+from kbrl_async.kernels.backends.launch.uncompiled import has_its_own
 from kbrl_async.kernels.problems import backward
 from kbrl_async.kernels.problems.beside import modules_of
 from kbrl_async.kernels.sandbox import Zygote
@@ -143,7 +144,7 @@ class Checker:
         try:
             self._refuse_copied(candidate)
             code = submitted(candidate, artifacts)
-            self.launches_unseen = _LAUNCHERS.search(code.source) is not None
+            self.launches_unseen = _LAUNCHERS.search(code.source) is not None or has_its_own(code.source)
             source = code.source + backward.of_candidate(self.reference.declared.backward)
             self.session = self._opens(msgspec.structs.replace(code, source=source), is_alone)
             self.isolation = (self.session.isolation.level, self.session.isolation.missing)

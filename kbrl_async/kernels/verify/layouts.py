@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 
-from kbrl_async.kernels.verify.pieces import countable, slices
+from kbrl_async.kernels.verify.pieces import as_real, countable, slices
 
 _SAME = 1e-4
 """Relative to the scale of the answer: a copy through an own kernel that adds a little noise is still a copy."""
@@ -51,7 +51,7 @@ def is_answer(item: torch.Tensor, wanted: torch.Tensor, in_any_order: bool = Tru
     if item.numel() != wanted.numel() or item.numel() == 0 or wanted.is_complex() != item.is_complex():
         return False
     if wanted.is_complex():
-        return is_answer(_as_real(item), _as_real(wanted), in_any_order)
+        return is_answer(as_real(item), as_real(wanted), in_any_order)
     others = [item.view(wanted.dtype)] if _may_be_its_bits(item, wanted) else []
     return any(_is_held(one, wanted, in_any_order) for one in (item, *others))
 
@@ -179,15 +179,11 @@ def _is_given(wanted: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
 def _tells(wanted: torch.Tensor) -> bool:
     """Whether it is no mere chance that another tensor holds it, as `is_answer` has it."""
     if wanted.is_complex():
-        return _tells(_as_real(wanted))
+        return _tells(as_real(wanted))
     if wanted.numel() < 2:
         return wanted.numel() == 1 and wanted.is_floating_point()
     first = countable(wanted[(0,) * wanted.dim()])
     return not all(bool(_is_alike(countable(part), first).all()) for part in slices(wanted, _PART))
-
-
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor.resolve_conj())
 
 
 def are_answer(parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> bool:

@@ -76,6 +76,11 @@ def countable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(_WIDER[tensor.dtype]) if tensor.dtype in _WIDER else tensor
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """It, or both parts of complex numbers as numbers of their own, along a last dimension."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Of one shape, and equal at each place: NaN is not."""
     return one.shape == other.shape and all(torch.equal(*both) for both in pieces(one, other))

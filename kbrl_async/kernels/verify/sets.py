@@ -29,7 +29,7 @@ from kbrl_async.kernels.verify.fresh import Pool, like
 from kbrl_async.kernels.verify.input_set import InputSet, follows_inputs, is_degenerate, tensors_of
 from kbrl_async.kernels.verify.known import AskedSet, Draws, Held, Recent, Redrawn, outlines
 from kbrl_async.kernels.verify.options import Tick, no_tick
-from kbrl_async.kernels.verify.pieces import bounds, countable, pieces
+from kbrl_async.kernels.verify.pieces import as_real, bounds, countable, pieces
 from kbrl_async.kernels.verify.session import CandidateFault, ForwardOutcome, Session
 from kbrl_async.kernels.verify.tolerance import (
     FP8_MOST,
@@ -387,6 +387,7 @@ class SetMaker:
 
 def _distance(a: torch.Tensor, b: torch.Tensor, share: float = 0.0) -> float:
     """The largest of two outputs, less this share of each element of the second."""
+    a, b = as_real(a), as_real(b)
     if not b.is_floating_point() or b.numel() == 0 or a.shape != b.shape:
         return 0.0
     most = 0.0
@@ -409,6 +410,7 @@ def _has_nothing_finite(tensor: torch.Tensor) -> bool:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
+    tensor = as_real(tensor)
     return not tensor.is_floating_point() or all(
         bool(torch.isfinite(countable(part)).all()) for (part,) in pieces(tensor)
     )

@@ -7,7 +7,9 @@
             ─▶ each with its names numbered in order of use, library names written out, docstrings and types left out
 
 Equal texts of `Model` and `ModelNew` mean that the candidate computes the very same operators. One that keeps the
-reference's `__init__` and replaces `forward`, or keeps `forward` over own submodules, reaches something else.
+reference's `__init__` and replaces `forward`, or keeps `forward` over own submodules, reaches something else. So may
+one that keeps the reference's forward to fall back on, or to say what is computed, and puts own code in its place when
+it runs (`_Program.is_patched`): what that computes is seen when it does.
 """
 
 from __future__ import annotations
@@ -17,9 +19,15 @@ import contextlib
 import copy
 import functools
 import itertools
+import re
 from collections.abc import Iterator
 
 _MIN_NODES = 8
+_CALLED_FIRST = ("__call__", "__getattribute__")
+_PUT_IN_PLACE = re.compile(r"(setattr|__setattr__|__dict__|__class__|register_\w*hook)")
+"""Names with which methods put other code in the place of what a class defines, or around it."""
+_REGISTERS = re.compile(r"\b(impl|register\w*)\b")
+"""In a decorator: for an operator of the library's, maybe."""
 _UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
@@ -43,8 +51,9 @@ def canonical(source: str, entry: str) -> list[str]:
 def _is_written_as(source: str, entry: str, wanted: list[str]) -> bool:
     """As far as the first text that differs: most candidates' forwards do."""
     with contextlib.suppress(*_UNREADABLE):
-        both = itertools.zip_longest(wanted, _Program(ast.parse(source)).texts(entry))
-        return all(one == other for one, other in both)
+        program = _Program(ast.parse(source))
+        both = itertools.zip_longest(wanted, program.texts(entry))
+        return all(one == other for one, other in both) and not program.is_patched()
     return False
 
 
@@ -55,6 +64,7 @@ class _Program:
         self.imports = dict(_imported(tree))
         self.defined: dict[str, ast.AST] = {}
         self._methods: dict[ast.ClassDef, dict[str, ast.FunctionDef]] = {}
+        self._tree = tree
         for node in tree.body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 self.defined[node.name] = node
@@ -95,13 +105,71 @@ class _Program:
         if owner in self._methods:  # asked once each: bases of bases, each named twice, would be asked for 2ⁿ times
             return self._methods[owner]
         found: dict[str, ast.FunctionDef] = {}
-        for base in owner.bases:
+        for base in reversed(owner.bases):  # the first one's count
             above = self._follow(base.id) if isinstance(base, ast.Name) else None
             if isinstance(above, ast.ClassDef) and above is not owner:
                 found.update(self.methods(above))
-        found.update({item.name: item for item in owner.body if isinstance(item, ast.FunctionDef)})
+        for item in owner.body:
+            if isinstance(item, ast.FunctionDef):
+                found[item.name] = item
+            for target in item.targets if isinstance(item, ast.Assign) else ():
+                found.pop(ast.unparse(target), None)
         self._methods[owner] = found
         return found
+
+    def is_patched(self) -> bool:
+        """Whether other code may run than what a forward reaches: the module does something with what it defines, or
+        one of its classes has bases from elsewhere, is called by itself, or puts something in a method's place.
+        """
+        classes = [node for node in self._tree.body if isinstance(node, ast.ClassDef)]
+        done = {name for node in _done(self._tree.body) for name in _names(node)}
+        return (
+            not done.isdisjoint(self.defined)
+            or not self.defined.keys().isdisjoint(self.imports)
+            or any(map(_is_registered, self._tree.body))
+            or any(self._is_from_elsewhere(base) for owner in classes for base in owner.bases)
+            or any(map(self._replaces, classes))
+        )
+
+    def _is_from_elsewhere(self, base: ast.expr) -> bool:
+        root, _, _ = ast.unparse(base).partition(".")
+        return root not in self.defined and root != "object" and not f"{self.imports.get(root)}.".startswith("torch.")
+
+    def _replaces(self, owner: ast.ClassDef) -> bool:
+        methods = self.methods(owner)
+        nodes = [node for method in methods.values() for node in ast.walk(method)]
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+        names = [node.id for node in nodes if isinstance(node, ast.Name)] + [node.attr for node in attributes]
+        stored = [node.attr for node in attributes if isinstance(node.ctx, ast.Store)]
+        return (
+            any(name in methods for name in _CALLED_FIRST)
+            or any(name in methods for name in stored)
+            or any(_PUT_IN_PLACE.fullmatch(name) for name in names)
+        )
+
+
+def _done(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """What a module does when it is imported, other than to import, define and name; decorators of its classes, too."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from node.decorator_list
+            yield from (keyword.value for keyword in node.keywords)
+        elif not isinstance(node, (ast.FunctionDef, ast.Import, ast.ImportFrom)) and not _only_names(node):
+            yield node
+
+
+def _only_names(node: ast.stmt) -> bool:
+    """Such as `a = 1`; what is done only where the file is the main program is not done."""
+    if isinstance(node, ast.If):
+        return "__name__" in ast.unparse(node.test)
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return all(isinstance(target, ast.Name) for target in targets) and bool(targets)
+
+
+def _is_registered(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and any(
+        _REGISTERS.search(ast.unparse(decorator)) for decorator in node.decorator_list
+    )
 
 
 def _names(node: ast.AST) -> list[str]:

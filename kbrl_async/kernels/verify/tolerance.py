@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from kbrl_async.kernels.verify import fused
-from kbrl_async.kernels.verify.pieces import countable, pieces
+from kbrl_async.kernels.verify.pieces import as_real, countable, pieces
 
 HALF = (torch.float16, torch.bfloat16)
 HONEST_FACTOR = 4.0
@@ -138,7 +138,8 @@ def is_usual(found: Tolerance, expected: torch.Tensor, usual: float) -> bool:
     """Whether inputs that are a variation of ours are about as well conditioned as nominal ones, or nothing is to be
     allowed for it. `usual`: what is four times an honest error of nominal inputs, as a share of the outputs' scale.
     """
-    least = HONEST_FACTOR * torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
+    is_whole = not expected.is_floating_point() and not expected.is_complex()
+    least = 0.0 if is_whole else HONEST_FACTOR * torch.finfo(expected.dtype).eps
     is_narrow = expected.dtype.itemsize < 4
     return found.exact or is_narrow or found.uncut <= _WORSE * max(usual, least) * output_scale(expected)
 
@@ -165,7 +166,8 @@ def eased(found: Tolerance, expected: torch.Tensor, usual: float, moved: float) 
 
 
 def output_scale(tensor: torch.Tensor) -> float:
-    """Largest finite magnitude; 0 for an empty or integer tensor."""
+    """Largest finite magnitude, of complex numbers by their parts; 0 for an empty or integer tensor."""
+    tensor = as_real(tensor)
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return 0.0
     tensor = countable(tensor)
@@ -202,8 +204,11 @@ def _are_integers(expected: torch.Tensor, wide: torch.Tensor, largest: float) ->
 
 
 def largest_error(expected: torch.Tensor, other: torch.Tensor | None) -> float:
-    """Largest distance of two outputs; 0 where they can't be compared."""
-    if other is None or other.shape != expected.shape or not expected.is_floating_point() or expected.numel() == 0:
+    """Largest distance of two outputs, of complex numbers by their parts; 0 where they can't be compared."""
+    if other is None or other.shape != expected.shape or other.is_complex() != expected.is_complex():
+        return 0.0
+    expected, other = as_real(expected), as_real(other)
+    if not expected.is_floating_point() or expected.numel() == 0:
         return 0.0
     way = fused.of(expected.device)
     if way is not None and (found := way.furthest(expected, other)) is not None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -72,9 +72,19 @@ class StandIns:
 
 
 def _tensors(function: Callable[..., Any], args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Those that it is called with, by keyword as well."""
+    """Those that it is called with, by keyword and in lists as well."""
     named = tuple(function.keywords.values()) if isinstance(function, functools.partial) else ()
-    return [item for item in (*args, *named) if isinstance(item, torch.Tensor) and item.layout is torch.strided]
+    return [
+        item for item in _leaves((*args, *named)) if isinstance(item, torch.Tensor) and item.layout is torch.strided
+    ]
+
+
+def _leaves(item: Any) -> Iterator[Any]:
+    if isinstance(item, (list, tuple, dict)):
+        for one in item.values() if isinstance(item, dict) else item:
+            yield from _leaves(one)
+    else:
+        yield item
 
 
 def _outlined(result: Any, given: list[torch.Tensor]) -> Any:
@@ -82,12 +92,14 @@ def _outlined(result: Any, given: list[torch.Tensor]) -> Any:
         return type(result)(_outlined(item, given) for item in result)
     if type(result) is dict:
         return {key: _outlined(item, given) for key, item in result.items()}
+    if isinstance(result, (list, tuple, dict)):
+        return None
     if not isinstance(result, torch.Tensor):
         return _AsGiven(math.nan if isinstance(result, (float, complex)) else result)
     if result.layout is not torch.strided:
         return None
     where = result.untyped_storage().data_ptr()
-    alike = (one.dtype is result.dtype and one.untyped_storage().data_ptr() == where for one in given)
+    alike = (one.untyped_storage().data_ptr() == where for one in given)
     place = next((n for n, is_alike in enumerate(alike) if is_alike and where), -1)
     return _Outline(result.size(), result.stride(), result.dtype, result.device, place, int(result.storage_offset()))
 
@@ -96,7 +108,9 @@ def _made(outline: Any, other: Any, given: list[torch.Tensor]) -> Any:
     """`other`: the outline of what the same function gave over other inputs."""
     if isinstance(outline, _Outline):
         if 0 <= outline.place < len(given):
-            return given[outline.place].as_strided(outline.size, outline.stride, outline.offset)
+            memory = given[outline.place].untyped_storage()  # its numbers may be of another type there
+            none = torch.empty(0, dtype=outline.dtype, device=outline.device)
+            return none.set_(memory, outline.offset, outline.size, outline.stride)
         made = torch.empty_strided(outline.size, outline.stride, dtype=outline.dtype, device=outline.device)
         torch.empty(0, dtype=torch.uint8, device=outline.device).set_(made.untyped_storage()).fill_(_NO_VALUE)
         return made

@@ -8,6 +8,7 @@ from typing import Any
 _STARTS_COMPILERS = "inductor"
 ASKED = r"\btorch\s*\.\s*compile\b|\bfrom\s+torch\s+import\b.*\bcompile\b"
 """A pattern of source that asks torch to compile."""
+_OF_ITS_OWN = r"""\bbackend\s*=\s*(?!["'\s])|\bregister_backend\b"""
 _AS_IT_IS = (
     "On a GPU torch.compile leaves what it is given as it is, as no compiler is started where candidates run: own "
     "kernels are judged, and torch's operators around them are timed uncompiled. Fuse into your kernels what is to be "
@@ -18,6 +19,13 @@ _AS_IT_IS = (
 def remark(source: str) -> str:
     """What a candidate for a GPU is told; empty where it asks torch to compile nothing."""
     return _AS_IT_IS if re.search(ASKED, source) else ""
+
+
+def has_its_own(source: str) -> bool:
+    """Whether it gives torch a compiler of its own, which may put own kernels in operators' places. Where each operator
+    is seen torch compiles nothing, and what that launches is not.
+    """
+    return bool(re.search(ASKED, source) and re.search(_OF_ITS_OWN, source))
 
 
 def leave_uncompiled(also_traced: bool = False) -> None:

@@ -22,6 +22,7 @@ from kbrl_async.kernels.backends.launch.recorder import RECORDER
 from kbrl_async.kernels.verify import values, wire
 from kbrl_async.kernels.verify.cpu import library
 from kbrl_async.kernels.verify.cpu.program import Block, Call, Constant, CpuProgram, Kind, OperatorCall, Step
+from kbrl_async.kernels.verify.cpu.trace import is_replaced
 
 _KINDS: dict[type, Kind] = {ctypes.c_int64: "long", ctypes.c_float: "float", ctypes.c_double: "double"}
 _SAID = {
@@ -74,12 +75,15 @@ class Tape(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if not self._refused:
             try:
-                self._operator(function.name(), args, kwargs or {}, result)
+                self._operator(function, args, kwargs or {}, result)
             except (Unrecordable, TypeError) as why:
                 self._refused = str(why)
         return result
 
-    def _operator(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+    def _operator(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        name = function.name()
+        if is_replaced(function):
+            raise Unrecordable(f"the operator {name} is one of the candidate's own")
         if library.operator(name) is None:
             base = name.partition("::")[2].partition(".")[0]
             raise Unrecordable(_SAID.get(base, f"the operator {name} is not replayed"))

@@ -37,8 +37,10 @@ _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _binding: Any = torch._C
 _in_python = torch.library._impls
 """Operator and dispatch key of each function that Python has registered."""
+_DEVICES = ("CPU", "CUDA")
 _KEPT, _MOVED = 8, 2
 BEFORE = "what was there before an own kernel ran"
+UNMADE = "what the library is given"
 _LIBRARY = ("aten::", "prim::", "prims::")
 """Namespaces of the library's operators; any other was registered by the candidate, in its extension or in Python."""
 _GUARDED: list[tuple[object, str]] = [
@@ -94,11 +96,13 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
             return function(*args, **(kwargs or {}))
         name = function.name().partition(".")[0]
         is_own = not name.startswith(_LIBRARY)
-        if is_own and (keys := _keys_in_python(function, (args, kwargs))) is not None:
+        if (is_own or is_replaced(function)) and (keys := _keys_in_python(function, (args, kwargs))) is not None:
             with self:  # what it launches and calls is seen by itself
                 return function.redispatch(keys, *args, **(kwargs or {}))
         if is_own:
             return self._own(name, function, args, kwargs or {})
+        if RECORDER.is_muted and self._sizes and computes(name):
+            self._look_at_given((args, kwargs))
         begin = _now()
         result = function(*args, **(kwargs or {}))
         spent = _now() - begin
@@ -121,6 +125,19 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
         if result is None and function._schema.returns:
             raise RuntimeError(f"{name} is an own operator, and own kernels are off")
         return result
+
+    def _look_at_given(self, given: Any) -> None:
+        """Who calls numpy, or the library where it is not seen, and joins an own kernel's zeros or its mask to that,
+        has no operator that makes the answer while own kernels are off, but one that is given it.
+        """
+        self._is_looking = True
+        try:
+            found = [item for item in _tensors_in(given) if item.numel() in self._sizes and _has_place(item)]
+        finally:
+            self._is_looking = False
+        for item in found:
+            if item.data_ptr() not in self._places | self._changing:
+                self._look(UNMADE, item)
 
     def given(self, kernel: Any, args: tuple[Any, ...], values: list[Any]) -> None:
         """What an own kernel is called with while it is off: whoever made it, numpy or a foreign library, no operator
@@ -153,13 +170,23 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
 
     def tells(self, name: str, item: torch.Tensor, holding: Holding) -> bool:
         """Whether with this result the library had most of the answer's tensors; an input never tells."""
-        if name in (BEFORE, IN_PLACE) and self.is_input(item):
+        if name in (BEFORE, UNMADE, IN_PLACE) and self.is_input(item):
             return False
         if name == IN_PLACE:  # most of it may be the input as it came
             return holding.moves(lambda wanted: is_answer(item, wanted))
         if copies(name):
             return holding.moves(lambda wanted: is_moved(item, wanted, self._inputs))
         return holding.adds(lambda wanted: is_answer(item, wanted))
+
+
+def _has_place(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+def is_replaced(function: Any) -> bool:
+    """Whether an operator of the library's is a function of the candidate's on some device: torch itself has none."""
+    name = function.name().replace("::", "/")
+    return any(f"{name}/{device}" in _in_python for device in _DEVICES)
 
 
 def _keys_in_python(function: Any, given: Any) -> Any:

@@ -169,6 +169,21 @@ def test_who_may_launch_where_nobody_counts_is_not_accused(
     assert (verdict.fault, verdict.rule) == (fault, "no_own_kernel"), verdict
 
 
+@pytest.mark.parametrize(
+    ("compiler", "fault"), [("backend=put_in", Fault.UNPROVEN), ('backend="eager"', Fault.CHEATING)]
+)
+def test_who_puts_its_kernels_in_when_torch_compiles_is_not_accused(
+    free: Verifier, problem: Problem, compiler: str, fault: Fault
+) -> None:
+    """Where operators are seen torch compiles nothing: what its own compiler would launch is not."""
+    made = "def put_in(graph, given):\n    def run(x):\n        y = torch.empty_like(x)\n"
+    made += "        KERNEL(x.contiguous(), y, x.numel())\n        return (y,)\n    return run\n"
+    told = f'KERNEL = c_kernel(SOURCE, "f")\n@torch.compile({compiler})\ndef spec(x):\n    return 2 * x + 1\n'
+    text = c(made, forward="y = spec(x)").replace("class ModelNew", told + "\nclass ModelNew")
+    verdict = free.verify(problem, text).verdict
+    assert (verdict.fault, verdict.rule) == (fault, "no_own_kernel"), verdict
+
+
 def test_a_helper_module_beside_it_goes_with_it(free: Verifier, problem: Problem, tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "__init__.py").write_text("from .kernel import SOURCE\n")
@@ -220,3 +235,29 @@ def test_a_kept_buffer_is_timed_too(free: Verifier, problem: Problem) -> None:
 def test_strict_wants_fresh_outputs(strict: Verifier, problem: Problem) -> None:
     verdict = strict.verify(problem, STYLES["one buffer"]).verdict
     assert (verdict.fault, verdict.rule) == (Fault.INCORRECT, "output_overwritten")
+
+
+REPLACED = """
+def own(x):
+    y = torch.empty_like(x)
+    {body}
+    return y
+library = torch.library.Library("aten", "IMPL")
+library.impl("tanh", own, "CPU")
+KERNEL = c_kernel(SOURCE, "f")
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("KERNEL(x.contiguous(), y, x.numel())", Fault.OK),
+        ("z = x * 2 + 1; KERNEL(x.contiguous(), y, x.numel()); y.copy_(z)", Fault.CHEATING),
+    ],
+)
+def test_an_operator_of_the_librarys_that_it_replaces_is_its_own(
+    free: Verifier, problem: Problem, body: str, fault: Fault
+) -> None:
+    text = c(forward="y = torch.tanh(x)").replace("\nclass ModelNew", REPLACED.format(body=body) + "\nclass ModelNew")
+    verdict = free.verify(problem, text).verdict
+    assert verdict.fault is fault, verdict

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from kbrl_async.kernels.verify import compare
-from kbrl_async.kernels.verify.compare import Tolerance, difference, kernelbench, output_scale, same_values, tolerance
+from kbrl_async.kernels.verify.compare import (
+    Tolerance,
+    difference,
+    kernelbench,
+    largest_error,
+    output_scale,
+    same_values,
+    tolerance,
+)
 from kbrl_async.kernels.verify.inputs import KINDS, Kind, attempts, is_continuous, kinds_for, moved, vary
 from kbrl_async.kernels.verify.layouts import are_answer, is_answer
 
@@ -197,6 +205,16 @@ def test_complex_outputs_are_compared_by_both_parts() -> None:
     expected = torch.tensor([1 + 2j, 3 + 4j])
     assert difference(expected.clone(), expected, STRICT).wrong == 0
     assert difference(expected + 0.5j, expected, STRICT).wrong == 2
+
+
+def test_complex_outputs_are_allowed_what_their_parts_would_be() -> None:
+    """An honest transformation was wrong: without a scale no element that is next to 0 may be off by a rounding."""
+    parts = torch.tensor([[4.0, 1e-4], [0.0, -8.0]])
+    expected, wide = torch.view_as_complex(parts), torch.view_as_complex(parts.double() + 1e-3)
+    assert output_scale(expected) == output_scale(expected.conj()) == 8.0
+    assert largest_error(expected, wide) == pytest.approx(1e-3)
+    assert tolerance(expected, wide, 8.0) == tolerance(parts, parts.double() + 1e-3, 8.0)
+    assert largest_error(expected, parts) == 0.0, "nothing to compare"
 
 
 def test_same_values_means_same_bits() -> None:

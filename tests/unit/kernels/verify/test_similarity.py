@@ -164,3 +164,52 @@ def test_a_block_of_its_own_that_a_local_name_or_a_loop_brings_in_is_no_copy(own
     """An honest network was accused: the addition in its blocks was its own kernel."""
     assert copied_reference(NETWORK, COPY), "the copy is one"
     assert copied_reference(NETWORK, own) == ""
+
+
+COPIED = REFERENCE.replace("class Model(", "class ModelNew(").replace("super(Model", "super(ModelNew")
+OWN = """
+kernel = c_kernel("...", "f")
+def own(self, x):
+    return kernel(x)
+"""
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        COPIED + OWN + "ModelNew.forward = own\n",
+        COPIED + OWN + "setattr(ModelNew, 'forward', own)\n",
+        COPIED + OWN + "for name in ['forward']:\n    setattr(ModelNew, name, own)\n",
+        COPIED + OWN + "torch.softmax = own\n",
+        COPIED + OWN + "library = torch.library.Library('aten', 'IMPL')\nlibrary.impl('_softmax', own, 'CPU')\n",
+        COPIED + OWN.replace("def own", "@torch.library.impl('aten::_softmax', 'CPU')\ndef own"),
+        COPIED + OWN + "class F:\n    relu = own\n",
+        (OWN + COPIED).replace("class ModelNew", "@with_kernels\nclass ModelNew") + "def with_kernels(made): ...\n",
+        (OWN + COPIED).replace("ModelNew(nn.Module)", "ModelNew(nn.Module, metaclass=Fused)") + "class Fused: ...\n",
+        REFERENCE + OWN + "class ModelNew(Model):\n    forward = own\n",
+        REFERENCE + "class Own:\n    def forward(self, x):\n        return 2\nclass ModelNew(Own, Model): ...\n",
+        REFERENCE + "from parts import Own\nclass ModelNew(Own, Model): ...\n",
+        COPIED.replace("self.gain = ", "self.forward = self.fused\n        self.gain = ")
+        + "    def fused(self, x):\n        return self.kernel(x)\n",
+        COPIED.replace("self.gain = ", "self.register_forward_hook(self.fused)\n        self.gain = ")
+        + "    def fused(self, x):\n        return self.kernel(x)\n",
+        COPIED + "    def __call__(self, x):\n        return self.kernel(x)\n",
+    ],
+)
+def test_own_code_that_is_put_in_place_of_the_references_is_no_copy(candidate: str) -> None:
+    """Honest kernels were accused unrun: their forward said what is computed, or was there to fall back on."""
+    assert copied_reference(REFERENCE, COPIED), "the copy is one"
+    assert copied_reference(REFERENCE, candidate) == ""
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "import os\nos.environ['A'] = '1'\ntorch.manual_seed(0)\n",
+        OWN,
+        "if __name__ == '__main__':\n    print(ModelNew(3)(torch.ones(3)))\n",
+        "try:\n    import triton\nexcept ImportError:\n    triton = None\n",
+    ],
+)
+def test_what_a_module_does_besides_hides_no_copy(more: str) -> None:
+    assert copied_reference(REFERENCE, COPIED + more)

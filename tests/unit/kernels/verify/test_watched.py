@@ -368,8 +368,9 @@ def written_over(x: torch.Tensor) -> torch.Tensor:
         lambda x: returned(x * 2, half_tanh).view(8, 8).t().contiguous().t().reshape(-1),
         lambda x: returned(x * 2, written_over),
         lambda x: returned(returned(x * 2, lambda found: found / 2 + 0), tanh_unseen),
+        lambda x: returned(x * 2, lambda found: {"y": half_tanh(found)})["y"],
     ],
-    ids=["a tensor", "in a list", "before the library", "over its argument", "two"],
+    ids=["a tensor", "in a list", "before the library", "over its argument", "two", "in a dictionary"],
 )
 def test_an_honest_extension_whose_function_returns_its_answer_is_proven(forward: Forward) -> None:
     """Without its functions it met None in place of tensors and failed, which proves nothing: such were `unproven`."""
@@ -451,8 +452,10 @@ def test_an_extension_that_returns_numbers_beside_the_librarys_answer_is_a_decoy
         lambda x: returned(torch.tanh(x), copied),
         lambda x: torch.tanh(returned(x, copied)),
         lambda x: torch.tanh(returned(x.view(8, 8), torch.t).t().reshape(-1)),
+        lambda x: torch.tanh(RECORDER.call("own", lambda given: given[0], [x])),
+        lambda x: torch.tanh(returned(x, lambda given: given.view(torch.int32)).view(torch.float32)),
     ],
-    ids=["copied", "handed back", "handed on", "handed on in another shape"],
+    ids=["copied", "handed back", "handed on", "handed on in another shape", "handed on in a list", "and as its bits"],
 )
 def test_an_extension_beside_the_librarys_answer_is_a_decoy(forward: Forward) -> None:
     found = found_of(forward)
