@@ -131,6 +131,11 @@ class Device:
         """Bytes of its own memory that all references together may take."""
         return 0.0
 
+    @property
+    def verifiers(self) -> int:
+        """On it, this one among them: each may find it busy with what the others judge."""
+        return 1
+
     def may_use(self, size: int) -> bool:
         """Whether a verification may plan with so many bytes of its memory beside other verifiers' plans, now."""
         return True

@@ -104,6 +104,21 @@ def as_drawn(found: Tolerance, expected: torch.Tensor, wide: torch.Tensor, is_si
     return msgspec.structs.replace(found, honest=honest, spread=spread)
 
 
+def together(drawn: Sequence[Sequence[Tolerance]]) -> list[list[Tolerance]]:
+    """Of each set that is as the problem draws it, for each output: all have the widest room that `as_drawn` found.
+    Where an output jumps, as behind a maximum of equals, it is chance in which draw the reference shows that.
+    """
+    widest = [max(each, key=lambda one: (one.spread < math.inf, one.honest)) for each in zip(*drawn, strict=True)]
+    return [list(map(_as_wide, each, widest)) for each in drawn]
+
+
+def _as_wide(found: Tolerance, widest: Tolerance) -> Tolerance:
+    if found.exact or widest.spread == math.inf:
+        return found
+    spread = widest.spread if found.spread == math.inf else max(found.spread, widest.spread)
+    return msgspec.structs.replace(found, honest=max(found.honest, widest.honest), spread=spread)
+
+
 def _of_bands(found: Tolerance, relative: float, expected: torch.Tensor, seen: Sequence[Moved]) -> Iterator[float]:
     for number, band in enumerate(bands(expected)):
         squares = [one.by_band[number] for one in seen if one.by_band]

@@ -160,9 +160,17 @@ class SetMaker:
                     pool.be_plain()
             assert made is not None, "the problem's own inputs are used whatever comes of them"
             self.sets.append(made)
+        if not self.declared.precision:
+            self._give_room()
         if self._keeps:  # what others leave behind may show in the first one's answer only now
             self.refuse_random(self.sets[0].blocks, self.sets[0].expected, self.sets[0].tolerances)
         return self.sets
+
+    def _give_room(self) -> None:
+        places = [place for place, one in enumerate(self.sets) if one.name in ("nominal", "repeated")]
+        found = leave.together([self.sets[place].tolerances for place in places])
+        for place, tolerances in zip(places, found, strict=True):
+            self.sets[place] = msgspec.structs.replace(self.sets[place], tolerances=tolerances)
 
     def _refuse_outside(self, draw: list[torch.Tensor]) -> None:
         for number, (least, most) in self._domains.items():

@@ -224,6 +224,10 @@ class CudaDevice(Device):
         return bool(self._others)
 
     @property
+    def verifiers(self) -> int:
+        return 1 + len(self._others)
+
+    @property
     def is_crowded(self) -> bool:
         return any(max(other.held, other.wanted) > 0 for other in self._others)
 

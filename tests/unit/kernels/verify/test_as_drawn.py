@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 
@@ -134,3 +135,19 @@ def test_who_has_other_room_gets_none_of_this() -> None:
 
 def test_what_is_allowed_is_said_in_words() -> None:
     assert "on the root mean square, as the reference itself is off from fp64" in room(0.05)[2].note()
+
+
+def test_what_one_draw_shows_holds_for_all_that_are_as_drawn() -> None:
+    """An output that jumps somewhere does so in the reference's own fp64 run in one draw, and not in the next."""
+    wide, fine = room(0.05)[2], Tolerance(1e-4, 1e-4, 2e-4)
+    first, second, exact = leave.together([[fine], [wide], [msgspec.structs.replace(fine, exact=True)]])
+    assert first == [msgspec.structs.replace(fine, honest=wide.honest, spread=wide.spread)]
+    assert second == [wide]
+    assert exact[0].spread == math.inf
+    assert leave.together([[fine, fine], [fine, fine]]) == [[fine, fine], [fine, fine]]
+
+
+def test_all_sets_of_a_deep_chain_have_the_same_room(watching: Bench) -> None:
+    sets = watching.references.get(parse_problem(PROBLEM, "L3/10_layers")).references[0].sets
+    assert {one.name for one in sets} == {"nominal", "repeated"}
+    assert len({(one.tolerances[0].honest, one.tolerances[0].spread) for one in sets}) == 1
