@@ -32,7 +32,9 @@ import time
 
 class ModelNew(Model):
     def forward(self, x):
-        time.sleep(.25)
+        end = time.perf_counter() + .25
+        while time.perf_counter() < end:
+            pass
         return torch.tanh(x)
 """
 
