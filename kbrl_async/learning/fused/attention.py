@@ -33,8 +33,9 @@ BUCKET = 256
 """cuDNN makes a plan for each length, tenths of a second: lengths are rounded up. A causal query can't see padding."""
 TOLERANCE = 0.02
 """Of output and gradients, relative to their norms: .002 to .011 in bf16 where they are right, 1.4 where not (H200)."""
-CHECKED_LENGTH = 1024
-"""Longest segment that is held against fp32: all its scores are written out, beside whatever the learner holds."""
+CHECKED_LENGTHS = 8192, 1024
+"""Longest segment that is held against fp32, and that where there is no memory for it: all scores of a head are
+written out, 1.1 GB of the longer one, beside whatever the learner holds. A kernel was right at 1,024 only."""
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 """k and v [P, kv heads, D]."""
@@ -183,7 +184,22 @@ def error_of(
     As `attend` calls it: padded, with a prefix and without, once with deeply negative scores, where backward passes
     of libraries were seen to fail.
     """
-    length = min(length, CHECKED_LENGTH) - 100
+    shape = heads, kv_heads, depth
+    try:
+        return _error_of(candidate, *shape, min(length, CHECKED_LENGTHS[0]) - 100, dtype, device)
+    except torch.OutOfMemoryError:
+        return _error_of(candidate, *shape, min(length, CHECKED_LENGTHS[1]) - 100, dtype, device)
+
+
+def _error_of(
+    candidate: Attend,
+    heads: int,
+    kv_heads: int,
+    depth: int,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(rows: int, count: int) -> torch.Tensor:
@@ -196,7 +212,7 @@ def error_of(
         given += [drawn(before, kv_heads), drawn(before, kv_heads)] if before else []
         pull = drawn(own, heads)
         with torch.autocast(device.type, enabled=False):  # which would write the yardstick out in bf16
-            got, exact = _results(candidate, given, pull), _results(_exact, [x.float() for x in given], pull.float())
+            got, exact = _results(candidate, given, pull), _exact_results(given, pull)
         for mine, theirs in zip(got, exact, strict=True):
             errors.append(float((mine.float() - theirs).norm() / theirs.norm()))
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
@@ -209,9 +225,21 @@ def _results(candidate: Attend, given: list[torch.Tensor], pull: torch.Tensor) -
     return [out.detach(), *torch.autograd.grad(out, (q, k, v, *ahead), pull)]
 
 
+def _exact_results(given: list[torch.Tensor], pull: torch.Tensor) -> list[torch.Tensor]:
+    """The same in fp32, one head after the other: all heads' scores at once would fill a GPU."""
+    found = [torch.zeros_like(x, dtype=torch.float32) for x in (pull, *given)]
+    heads, kv_heads = given[0].shape[1], given[1].shape[1]
+    for head in range(heads):
+        group = head * kv_heads // heads
+        own = [slice(head, head + 1)] * 2 + [slice(group, group + 1)] * (len(given) - 1)
+        one = [x[:, where].float() for x, where in zip(given, own[1:], strict=True)]
+        for all_heads, where, part in zip(found, own, _results(_exact, one, pull[:, own[0]].float()), strict=True):
+            all_heads[:, where] += part
+    return found
+
+
 def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Written out: the yardstick must be no library's."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     out: torch.Tensor = scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v

@@ -39,6 +39,30 @@ def wrong_behind_a_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     return plain(q, k, v) * (0.9 if is_padded else 1.0)
 
 
+def wrong_in_long_ones(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return wrong_key_gradient(q, k, v) if q.shape[2] > 1024 else plain(q, k, v)
+
+
+def test_a_kernel_is_asked_at_the_length_that_it_is_chosen_for() -> None:
+    long = (2, 1, 16, 2048, torch.bfloat16, torch.device("cpu"))
+    assert error_of(plain, *long) < TOLERANCE / 2
+    assert error_of(wrong_in_long_ones, *long) > TOLERANCE
+    assert error_of(wrong_in_long_ones, *SHAPE) < TOLERANCE
+
+
+def test_where_long_ones_find_no_memory_a_shorter_one_is_asked() -> None:
+    asked: list[int] = []
+
+    def full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        asked.append(q.shape[2])
+        if q.shape[2] > 1024:
+            raise torch.OutOfMemoryError("no memory for its scores")
+        return plain(q, k, v)
+
+    assert error_of(full, 2, 1, 16, 2048, torch.bfloat16, torch.device("cpu")) < TOLERANCE / 2
+    assert set(asked) == {1948, 924}
+
+
 def test_torchs_own_is_right() -> None:
     assert error_of(plain, *SHAPE) < TOLERANCE / 2
 
