@@ -36,7 +36,7 @@ REMAINING: dict[str, tuple[int, str]] = {
     "tests/unit/kernels/verify/test_no_memory.py": (4, RECORDERS),
     "tests/unit/kernels/verify/test_one_set.py": (35, FORWARDS),
     "tests/unit/kernels/verify/test_replay_parts.py": (6, FORWARDS),
-    "tests/unit/kernels/verify/test_reservations.py": (4, FORWARDS),
+    "tests/unit/kernels/verify/test_reservations.py": (3, FORWARDS),
     "tests/unit/kernels/verify/test_shared_arenas.py": (10, FORWARDS),
     "tests/unit/kernels/verify/test_spared.py": (4, FORWARDS),
     "tests/unit/kernels/verify/test_starting.py": (3, FORWARDS),
