@@ -153,6 +153,8 @@ class Session:
         self.trust_reason, self.is_shared, self.plan = "", False, ""
         self._arena: mmap.mmap | None = None
         self._copies_from = self._took_ns = 0
+        self._end: tuple[Fault, str] | None = None
+        """What it ended with, once that was met: whoever asks it again meets it again."""
         self.slots: list[list[torch.Tensor]] = []
         self.copies = False
         try:
@@ -313,6 +315,8 @@ class Session:
             raise self._fault(Fault.ILLEGAL_ACCESS, text, "output")
 
     def _send(self, order: bytes, *fds: int) -> None:
+        if self._end is not None:
+            raise self._fault(*self._end)
         try:
             socket.send_fds(self._child.channel, [order], fds) if fds else self._child.channel.send(order)
         except ConnectionError:
@@ -384,7 +388,8 @@ class Session:
         status = self._child.result(0.0)  # None, and killed, where it lives on though it had time to end
         if status is None:
             raise self.forged("the way to the bench was shut")
-        raise self._fault(*_meaning(status))
+        self._end = _meaning(status)
+        raise self._fault(*self._end)
 
     def _fault(self, kind: Fault, text: str, rule: str = "") -> CandidateFault:
         return CandidateFault(kind, text, rule, self)

@@ -8,7 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from protocols.records import Fault, Verdict
+from kbrl_async.errors import ProblemError
+from kbrl_async.kernels.problems import parse_problem
+from kbrl_async.kernels.verify.bench import Bench
+from protocols.records import Candidate, Fault, Verdict
 
 _PROBLEM = """
 import torch
@@ -125,3 +128,28 @@ def test_a_copy_of_bytes_that_are_the_answers_is_a_decoy(built_and_judged: Calla
     problem = _BYTES.format(given="torch.randn(64, 32)", dtype="float8_e4m3fn")
     decoy = _OF_BYTES.format(place=_COPIES_BYTES[0], library=_COPIES_BYTES[1])
     assert built_and_judged(decoy, problem).rule == "decoy_kernel"
+
+
+ENDS = """
+import os
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        if x.dtype is torch.float64:
+            os._exit(3)
+        return torch.tanh(x)
+
+def get_inputs():
+    return [torch.randn(16, 8)]
+
+def get_init_inputs():
+    return []
+"""
+
+
+def test_a_reference_that_ends_while_nobody_needs_its_answer_is_the_problems_fault(bench: Bench) -> None:
+    """Whoever asked it next met a closed socket (`OSError: Bad file descriptor`)."""
+    problem = parse_problem(ENDS, "L1/19_ends")
+    with pytest.raises(ProblemError, match="exit code 3"):
+        bench.evaluate(problem, Candidate(ENDS.replace("Model", "ModelNew", 1), "torch"), {}, timing=False)
