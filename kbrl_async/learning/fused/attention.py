@@ -20,7 +20,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -184,38 +184,29 @@ def error_of(
     As `attend` calls it: padded, with a prefix and without, once with deeply negative scores, where backward passes
     of libraries were seen to fail.
     """
-    shape = heads, kv_heads, depth
-    try:
-        return _error_of(candidate, *shape, min(length, CHECKED_LENGTHS[0]) - 100, dtype, device)
-    except torch.OutOfMemoryError:
-        return _error_of(candidate, *shape, min(length, CHECKED_LENGTHS[1]) - 100, dtype, device)
-
-
-def _error_of(
-    candidate: Attend,
-    heads: int,
-    kv_heads: int,
-    depth: int,
-    length: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> float:
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device)
 
     def drawn(rows: int, count: int) -> torch.Tensor:
         return torch.randn(rows, count, depth, device=device, generator=generator).to(dtype)
 
-    errors = []
-    for before, shift in ((0, 0.0), (0, 3.0), (length // 3, 0.0)):
-        own = length - before
-        given = [drawn(own, heads) + shift, drawn(own, kv_heads) - shift, drawn(own, kv_heads)]
-        given += [drawn(before, kv_heads), drawn(before, kv_heads)] if before else []
-        pull = drawn(own, heads)
-        with torch.autocast(device.type, enabled=False):  # which would write the yardstick out in bf16
-            got, exact = _results(candidate, given, pull), _exact_results(given, pull)
-        for mine, theirs in zip(got, exact, strict=True):
-            errors.append(float((mine.float() - theirs).norm() / theirs.norm()))
-    return max(errors) if all(map(math.isfinite, errors)) else math.inf
+    def errors(length: int) -> Iterator[float]:
+        generator.manual_seed(0)
+        for before, shift in ((0, 0.0), (0, 3.0), (length // 3, 0.0)):
+            own = length - before
+            given = [drawn(own, heads) + shift, drawn(own, kv_heads) - shift, drawn(own, kv_heads)]
+            given += [drawn(before, kv_heads), drawn(before, kv_heads)] if before else []
+            pull = drawn(own, heads)
+            with torch.autocast(device.type, enabled=False):  # which would write the yardstick out in bf16
+                got, exact = _results(candidate, given, pull), _exact_results(given, pull)
+            for mine, theirs in zip(got, exact, strict=True):
+                yield float((mine.float() - theirs).norm() / theirs.norm())
+
+    longest, else_longest = (min(length, checked) - 100 for checked in CHECKED_LENGTHS)
+    try:
+        found = list(errors(longest))
+    except torch.OutOfMemoryError:
+        found = list(errors(else_longest))
+    return max(found) if all(map(math.isfinite, found)) else math.inf
 
 
 def _results(candidate: Attend, given: list[torch.Tensor], pull: torch.Tensor) -> list[torch.Tensor]:
