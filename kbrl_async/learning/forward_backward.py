@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning.fused import context, families, memory
 from kbrl_async.learning.fused.decoder import FusedDecoder
-from kbrl_async.learning.fused.flat import Bundle, FlatBatch, bundle
+from kbrl_async.learning.fused.flat import LEAST_SHARED, Bundle, FlatBatch, bundle
 from kbrl_async.learning.fused.modules import ModuleDecoder
 from kbrl_async.learning.logprobs import batch_logprobs, token_logprobs
 from kbrl_async.learning.packing import Microbatch, pack
@@ -52,6 +52,8 @@ class Scored(NamedTuple):
     """Tokens that were computed, prompts and padding included."""
 
 
+SHARED_MAY_DIFFER = 0.15
+"""Of a gradient's norm, by what is computed in another order in bf16: .01 where it is right, .7 where it was not."""
 BLANK = TrainSample("idle", [0], [0], [0.0], 0.0, 0.0, 0)
 Visit = Callable[[Scored], torch.Tensor | None]
 Tick = Callable[[], None]
@@ -201,7 +203,9 @@ class Modules(OfModules[FlatBatch]):
 
 
 class FusedPasses:
-    """`fused.FusedDecoder` over flat rows, each group's prompt computed once."""
+    """`fused.FusedDecoder` over flat rows, each group's prompt computed once: where the gradients of the first two
+    samples with one prompt are those of the same with a prompt each.
+    """
 
     name = "fused"
 
@@ -221,6 +225,8 @@ class FusedPasses:
         self.shape = memory.shape_of(self._causal_lm.config, itemsize, "fused", offload)
         self._room = _room(model, learner, device)
         self._unadapted = Modules(model, learner, device, ranks=ranks)
+        self.shares_prompts = learner.share_prompts and ranks is None
+        self._is_held_against = False
 
     def plan(self, tokens: int) -> memory.MemoryPlan:
         """What a microbatch of so many tokens keeps for its backward pass."""
@@ -231,11 +237,37 @@ class FusedPasses:
             self._unadapted.run(samples, temperature, visit, tick)
             return
         with self._room.watched():
-            self._run(samples, temperature, visit, tick)
+            if self.shares_prompts and not self._is_held_against and torch.is_grad_enabled():
+                self._hold_against(sharing(samples), temperature, tick)
+            self._run(samples, temperature, visit, tick, self.shares_prompts)
 
-    def _run(self, samples: Sequence[TrainSample], temperature: float, visit: Visit, tick: Tick) -> None:
+    def _hold_against(self, pair: Sequence[TrainSample], temperature: float, tick: Tick) -> None:
+        """Libraries' attention has wrong gradients in some shapes, and with a shared prompt it is asked for others."""
+        if not pair:
+            return
+        self._is_held_against = True
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        before = [p.grad for p in parameters]
+
+        def apart(scored: Scored) -> torch.Tensor:
+            return (scored.log_pi_T * (1.0 - 2.0 * scored.sample_T)).sum()
+
+        found = []
+        for shares in (False, True):
+            for p in parameters:
+                p.grad = None
+            self._run(pair, temperature, apart, tick, shares)
+            found.append([p.grad for p in parameters])
+        for p, gradient in zip(parameters, before, strict=True):
+            p.grad = gradient
+        off = _distance(*found)
+        if off > SHARED_MAY_DIFFER:
+            self.shares_prompts = False
+            because = f"with a prompt computed once, gradients are {100 * off:.0f} % off those with one a sample"
+            log.warning("prompts are computed once a sample", because=because, so="an update takes longer")
+
+    def _run(self, samples: Sequence[TrainSample], temperature: float, visit: Visit, tick: Tick, share: bool) -> None:
         self.decoder.refresh()
-        share = self._learner.share_prompts and self._ranks is None
         # Packed and sent one by one: the host prepares a bundle while the device computes those before it.
         for cpu in bundle(samples, self._learner.microbatch_tokens, share):
             if self._ranks is not None:
@@ -281,6 +313,26 @@ class FusedPasses:
             inputs = batch.inputs + (shared if number == 0 else 0)
             _visited(Scored(*scores, batch.sample_T, batch.offset_T, inputs), visit)
             tick()
+
+
+def sharing(samples: Sequence[TrainSample]) -> list[TrainSample]:
+    """The two longest of those with the longest prompt that several have; none where each has its own."""
+    groups: dict[tuple[int, ...], list[TrainSample]] = {}
+    for sample in samples:
+        groups.setdefault(tuple(sample.prompt_ids), []).append(sample)
+    several = [group for prompt, group in groups.items() if len(group) > 1 and len(prompt) >= LEAST_SHARED]
+    longest = max(several, key=lambda group: len(group[0].prompt_ids), default=[])
+    return sorted(longest, key=lambda sample: -len(sample.token_ids))[:2]
+
+
+def _distance(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> float:
+    """Of two gradients, as a share of the first; waits for the device."""
+    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
+    if len(pairs) < sum(a is not None for a in (*one, *other)) / 2:
+        return float("inf")
+    far = torch.stack([(a - b).float().square().sum() for a, b in pairs]).sum()
+    whole = torch.stack([a.float().square().sum() for a, _ in pairs]).sum()
+    return float((far / whole.clamp_min(1e-30)).sqrt())
 
 
 def _head_scores(

@@ -21,6 +21,8 @@ import torch
 
 from kbrl_async.learning.packing import Packable
 
+LEAST_SHARED = 64
+"""Tokens of a prompt that is computed once."""
 _Member = tuple[int, list[int], list[int]]
 """Index of a sample, its prompt, its response."""
 
@@ -78,7 +80,9 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def bundle(samples: Sequence[Packable], token_budget: int, share: bool, least_shared: int = 64) -> Iterator[Bundle]:
+def bundle(
+    samples: Sequence[Packable], token_budget: int, share: bool, least_shared: int = LEAST_SHARED
+) -> Iterator[Bundle]:
     """Batches of at most `token_budget` tokens (a longer sequence stands alone), a shared prompt counted to each.
 
     A prompt is shared by samples that have it in common where it is at least `least_shared` tokens long.
