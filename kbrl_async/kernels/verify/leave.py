@@ -108,15 +108,15 @@ def together(drawn: Sequence[Sequence[Tolerance]]) -> list[list[Tolerance]]:
     """Of each set that is as the problem draws it, for each output: all have the widest room that `as_drawn` found.
     Where an output jumps, as behind a maximum of equals, it is chance in which draw the reference shows that.
     """
-    widest = [max(each, key=lambda one: (one.spread < math.inf, one.honest)) for each in zip(*drawn, strict=True)]
-    return [list(map(_as_wide, each, widest)) for each in drawn]
+    wide = [[one for one in each if one.spread < math.inf] for each in zip(*drawn, strict=True)]
+    return [[_as_wide(one, shown) for one, shown in zip(each, wide, strict=True)] for each in drawn]
 
 
-def _as_wide(found: Tolerance, widest: Tolerance) -> Tolerance:
-    if found.exact or widest.spread == math.inf:
+def _as_wide(found: Tolerance, shown: Sequence[Tolerance]) -> Tolerance:
+    if found.exact or not shown:
         return found
-    spread = widest.spread if found.spread == math.inf else max(found.spread, widest.spread)
-    return msgspec.structs.replace(found, honest=max(found.honest, widest.honest), spread=spread)
+    honest, spread = max(one.honest for one in shown), max(one.spread for one in shown)
+    return msgspec.structs.replace(found, honest=max(found.honest, honest), spread=spread)
 
 
 def _of_bands(found: Tolerance, relative: float, expected: torch.Tensor, seen: Sequence[Moved]) -> Iterator[float]:

@@ -165,7 +165,7 @@ def test_a_reference_that_finds_no_memory_while_it_is_used_waits_for_that_of_oth
 
 def test_nobody_records_a_hoarder_again_on_a_reference_that_is_gone() -> None:
     """Its inputs lay in memory that was given back when the hoarder was ended."""
-    device = Mock(spec=Device, has_neighbours=False)
+    device = Mock(spec=Device, has_neighbours=False, verifiers=1)
     device.free.return_value, device.held.return_value = 0, 80 << 30
     device.fitted.side_effect = lambda options: options
     bench, references = bench_on(device)

@@ -32,14 +32,14 @@ import time
 
 class ModelNew(Model):
     def forward(self, x):
-        end = time.perf_counter() + .25
-        while time.perf_counter() < end:
+        end = time.process_time() + .3
+        while time.process_time() < end:
             pass
         return torch.tanh(x)
 """
 
 
-@pytest.mark.parametrize(("verifiers", "fault"), [(1, Fault.TIMEOUT), (4, Fault.OK)])
+@pytest.mark.parametrize(("verifiers", "fault"), [(1, Fault.TIMEOUT), (20, Fault.OK)])
 def test_a_call_may_take_longer_where_others_are_on_the_device(
     zygote: Zygote, monkeypatch: pytest.MonkeyPatch, verifiers: int, fault: Fault
 ) -> None:
