@@ -4,6 +4,7 @@ works by them passes, whom the library works for does not. On a processor; and a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -209,11 +210,13 @@ def built(evaluate: Evaluate, builder: Builder) -> Built:
 
 @pytest.fixture
 def forward_of(built: Built) -> Callable[[str], Callable[[torch.Tensor], torch.Tensor]]:
-    """In this process."""
+    """In this process, in which new memory holds no earlier answer, as where a bench poisons it."""
     torch.ops.load_library(built.path)  # type: ignore[no-untyped-call, unused-ignore] # torch's is not typed
 
     def make(body: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        names: dict[str, Any] = {"torch": torch, "ours": torch.ops.ours}
+        names: dict[str, Any] = {"torch": torch, "ours": torch.ops.ours, "poisoned": poisoned}
+        for asked, given in (("torch.empty_like(x)", "poisoned(*x.shape)"), ("torch.empty(", "poisoned(")):
+            body = body.replace(asked, given)
         exec("def forward(x):\n " + body.replace("\n", "\n "), names)
         return lambda x: names["forward"](x.view(24, 65))
 
@@ -253,6 +256,10 @@ def test_the_librarys_work_does_not_on_a_processor(built: Built, body: str) -> N
 def test_nor_behind_an_operator_that_is_registered_for_all_devices(built: Built, body: str) -> None:
     verdict = built.judge(body, "None")
     assert verdict.rule in ("decoy_kernel", "no_own_kernel"), verdict
+
+
+def poisoned(*size: int) -> torch.Tensor:
+    return torch.full(size, math.nan)
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
