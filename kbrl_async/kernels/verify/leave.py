@@ -90,7 +90,7 @@ def as_drawn(found: Tolerance, expected: torch.Tensor, wide: torch.Tensor, is_si
 
     Nothing but rounding errors tells nothing, and refuses nobody. Else an element may be off by four times the largest
     error that the reference itself makes, and all of them together by three times its root mean square, as long as a
-    constant is farther away.
+    constant is farther away. Who was right by each element before is right still.
     """
     if not found.ill or wide.shape != expected.shape:
         return found
@@ -99,9 +99,8 @@ def as_drawn(found: Tolerance, expected: torch.Tensor, wide: torch.Tensor, is_si
     whole = _SECOND * rms(expected, wide)
     if is_simulated or whole > _SHARE * _deviation(expected):
         return found
-    spread = max(found.absolute + found.relative * _root(expected), whole)
     honest = max(found.honest, HONEST_FACTOR * largest_error(expected, wide))
-    return msgspec.structs.replace(found, honest=honest, spread=spread)
+    return msgspec.structs.replace(found, honest=honest, spread=max(_least(found, found.relative, expected), whole))
 
 
 def together(drawn: Sequence[Sequence[Tolerance]]) -> list[list[Tolerance]]:
@@ -115,8 +114,9 @@ def together(drawn: Sequence[Sequence[Tolerance]]) -> list[list[Tolerance]]:
 def _as_wide(found: Tolerance, shown: Sequence[Tolerance]) -> Tolerance:
     if found.exact or not shown:
         return found
-    honest, spread = max(one.honest for one in shown), max(one.spread for one in shown)
-    return msgspec.structs.replace(found, honest=max(found.honest, honest), spread=spread)
+    so_far = found.honest if found.spread == math.inf else found.spread
+    spread = max(so_far, *(one.spread for one in shown))
+    return msgspec.structs.replace(found, honest=max(found.honest, *(one.honest for one in shown)), spread=spread)
 
 
 def _of_bands(found: Tolerance, relative: float, expected: torch.Tensor, seen: Sequence[Moved]) -> Iterator[float]:

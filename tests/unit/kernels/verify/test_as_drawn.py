@@ -133,6 +133,17 @@ def test_who_has_other_room_gets_none_of_this() -> None:
     assert leave.as_drawn(fine, expected, expected.double()) == fine
 
 
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.05])
+def test_who_was_right_by_each_element_is_right_still(share: float) -> None:
+    """Where moved inputs alone say that honest errors are large, fp64 tells nothing of how large they are."""
+    expected, wide = noisy(share, 4)
+    found = tolerance(expected, wide, 1.0, error=1.0)
+    assert found.ill
+    got = expected + 0.99 * found.honest * torch.sign(torch.randn(COUNT))
+    assert difference(got, expected, found).wrong == 0
+    assert difference(got, expected, leave.as_drawn(found, expected, wide)).wrong == 0
+
+
 def test_what_is_allowed_is_said_in_words() -> None:
     assert "on the root mean square, as the reference itself is off from fp64" in room(0.05)[2].note()
 
