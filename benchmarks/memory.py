@@ -100,7 +100,6 @@ def again(
 
 
 def measured(trainer: Trainer, groups: list[TrainGroup], count: int) -> Result:
-    tokens = sum(len(s.prompt_ids) + len(s.token_ids) for one in groups for s in one.samples)
     on_gpu, took, told = trainer.device.type == "cuda", list[float](), list[dict[str, float]]()
     held = torch.cuda.memory_allocated() if on_gpu else 0
     for number in range(1 + count):
@@ -112,13 +111,17 @@ def measured(trainer: Trainer, groups: list[TrainGroup], count: int) -> Result:
         took.append(time.perf_counter() - begun)
     return {
         "by": trainer.passes.name,
-        "tokens_per_s": tokens / statistics.median(took[1:] or took),
+        "tokens_per_s": _tokens(groups) / statistics.median(took[1:] or took),
         "steps_s": took,
         "held_gb": held / 1e9,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0,
         "losses": [one["loss"] for one in told],
         "grad_norms": [one["grad_norm"] for one in told],
     }
+
+
+def _tokens(groups: list[TrainGroup]) -> int:
+    return sum(len(s.prompt_ids) + len(s.token_ids) for one in groups for s in one.samples)
 
 
 def _compare(row: Result, first: Result) -> None:
@@ -154,8 +157,9 @@ def gaps(
         begun = time.perf_counter()
         trainer.step(groups, TEMPERATURE)
         took = time.perf_counter() - begun
-        tokens = sum(len(s.prompt_ids) + len(s.token_ids) for one in groups for s in one.samples)
-        rows.append({"tokens_per_s": tokens / took, **_kept(asked.on_gpu), "device_gb": _device_gb(asked.on_gpu)})
+        rows.append(
+            {"tokens_per_s": _tokens(groups) / took, **_kept(asked.on_gpu), "device_gb": _device_gb(asked.on_gpu)}
+        )
         say(number, rows[-1])
     settings = {name: os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
     rates = [row["tokens_per_s"] for row in rows[2:] or rows]

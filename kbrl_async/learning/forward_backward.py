@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from kbrl_async.errors import ConfigError
 from kbrl_async.learning.fused import context, families, memory
 from kbrl_async.learning.fused.decoder import FusedDecoder
-from kbrl_async.learning.fused.flat import LEAST_SHARED, Bundle, FlatBatch, bundle
+from kbrl_async.learning.fused.flat import LEAST_SHARED, Bundle, FlatBatch, bundle, by_prompt
 from kbrl_async.learning.fused.modules import ModuleDecoder
 from kbrl_async.learning.logprobs import batch_logprobs, token_logprobs
 from kbrl_async.learning.packing import Microbatch, pack
@@ -317,12 +317,10 @@ class FusedPasses:
 
 def sharing(samples: Sequence[TrainSample]) -> list[TrainSample]:
     """The two longest of those with the longest prompt that several have; none where each has its own."""
-    groups: dict[tuple[int, ...], list[TrainSample]] = {}
-    for sample in samples:
-        groups.setdefault(tuple(sample.prompt_ids), []).append(sample)
-    several = [group for prompt, group in groups.items() if len(group) > 1 and len(prompt) >= LEAST_SHARED]
-    longest = max(several, key=lambda group: len(group[0].prompt_ids), default=[])
-    return sorted(longest, key=lambda sample: -len(sample.token_ids))[:2]
+    groups = by_prompt(samples)
+    several = [prompt for prompt, group in groups.items() if len(group) > 1 and len(prompt) >= LEAST_SHARED]
+    longest = groups[max(several, key=len)] if several else []
+    return sorted((samples[i] for i in longest), key=lambda sample: -len(sample.token_ids))[:2]
 
 
 def _distance(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> float:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from kbrl_async.errors import MissingTool
 from kbrl_async.kernels.backends import backend, backends
 from kbrl_async.kernels.sandbox import Isolation
-from kbrl_async.kernels.verify.reservations import CONTEXTS_BYTES, even_share
+from kbrl_async.kernels.verify.reservations import CONTEXTS_BYTES, LEAST_SHARE, even_share
 from kbrl_async.runs.config import Config, placement
 from protocols.messages import BACKENDS
-
-_LEAST_SHARE = 0.05
-"""Of a GPU, for each bench: where a policy leaves less, what does not fit fails by name, not by a plan of nothing."""
 
 
 def farm_caps(chosen: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -82,7 +79,7 @@ def share_beside_policy(config: Config, service: str, instance: int, memory: int
         sits_here(name, number) for name in ("timing_bench", "verifier") for number in range(getattr(counts, name))
     )
     left = 1.0 - taken - placement.RESERVE - verifying * CONTEXTS_BYTES / memory
-    return max(_LEAST_SHARE, min(left, config.timing_bench.memory_share) / verifying)
+    return max(LEAST_SHARE, min(left, config.timing_bench.memory_share) / verifying)
 
 
 def log_fields(isolation: Isolation) -> dict[str, object]:

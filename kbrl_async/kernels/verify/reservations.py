@@ -36,8 +36,9 @@ CONTEXTS_BYTES = 5 << 30
 GB each. Four verifiers on 80 GB met "out of memory" in 7 of 60 problems of KernelBench without it, and with 4 GiB in 3
 of 16 that plan with 32 to 48 GiB.
 """
-_LEAST_SHARE = 0.05
-"""With less nothing could be judged: many verifiers on a small GPU wait for each other all the same."""
+LEAST_SHARE = 0.05
+"""Of a GPU: with less nothing could be judged. Where a policy or other verifiers leave less, what does not fit waits or
+fails by name, not by a plan of nothing."""
 _SMALL = 1 << 30
 """Less than this is nobody's concern, and costs no look at the others."""
 _AMOUNTS = struct.Struct("<qqq")  # bytes held, bytes waited for, the place in the queue of who waits
@@ -50,7 +51,7 @@ def even_share(total: int, count: int) -> float:
     [1.0, 0.438, 0.188, 0.05]
     """
     left = _SHARE - (count - 1) * CONTEXTS_BYTES / total
-    return 1.0 if count == 1 else max(_LEAST_SHARE, left / count)
+    return 1.0 if count == 1 else max(LEAST_SHARE, left / count)
 
 
 class Other(msgspec.Struct, frozen=True):

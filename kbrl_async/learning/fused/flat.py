@@ -80,6 +80,15 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def by_prompt(samples: Sequence[Packable]) -> dict[tuple[int, ...], list[int]]:
+    """Indices of those that have an answer."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, sample in enumerate(samples):
+        if sample.token_ids:
+            groups.setdefault(tuple(sample.prompt_ids), []).append(index)
+    return groups
+
+
 def bundle(
     samples: Sequence[Packable], token_budget: int, share: bool, least_shared: int = LEAST_SHARED
 ) -> Iterator[Bundle]:
@@ -87,12 +96,8 @@ def bundle(
 
     A prompt is shared by samples that have it in common where it is at least `least_shared` tokens long.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, sample in enumerate(samples):
-        if sample.token_ids:
-            groups.setdefault(tuple(sample.prompt_ids), []).append(index)
     single: list[_Member] = []
-    for prompt, indices in groups.items():
+    for prompt, indices in by_prompt(samples).items():
         members = [(i, list(prompt), list(samples[i].token_ids)) for i in indices]
         if share and len(members) > 1 and len(prompt) >= least_shared:
             rows = _filled(members, token_budget - len(prompt), lambda m: len(m[2]))

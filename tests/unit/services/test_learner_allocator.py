@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.learner.allocator import GROWING, NAMES, SETTING, let_segments_grow
+from services.learner.__main__ import GROWING, NAMES, SETTING, let_segments_grow
 
 STARTED = """
 import os, runpy, sys

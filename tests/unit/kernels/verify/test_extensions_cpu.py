@@ -29,7 +29,7 @@ def get_inputs():
 def get_init_inputs():
     return []
 """
-SOURCE = r"""
+ROWS = r"""
 #include <cmath>
 static void rows(const float *a, float *b, long n, long m) {
   for (long i = 0; i < n; i++, a += m, b += m) {
@@ -39,6 +39,10 @@ static void rows(const float *a, float *b, long n, long m) {
     for (long j = 0; j < m; j++) b[j] /= sum;
   }
 }
+"""
+SOURCE = (
+    ROWS
+    + r"""
 static torch::Tensor own(torch::Tensor x) {
   auto y = torch::empty_like(x);
   rows(x.data_ptr<float>(), y.data_ptr<float>(), x.size(0), x.size(1));
@@ -140,6 +144,7 @@ torch::Tensor copy(torch::Tensor x) {
   return y;
 }
 """
+)
 FUNCTIONS = re.findall(r"^(?:torch::Tensor|void) (\w+)\(", SOURCE, re.MULTILINE)
 ALONE = "aten::_softmax gives the answer without"
 CANDIDATE = '''

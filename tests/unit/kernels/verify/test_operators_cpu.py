@@ -17,34 +17,14 @@ from kbrl_async.kernels.funnel import Builder
 from kbrl_async.kernels.verify.proof import Finding
 from protocols.records import Candidate, Fault, Verdict
 from tests.unit.kernels.verify.conftest import Evaluate
+from tests.unit.kernels.verify.test_extensions_cpu import PROBLEM, ROWS
 from tests.unit.kernels.verify.test_watched import Child, watched
 
-PROBLEM = """
-import torch
-import torch.nn as nn
-
-class Model(nn.Module):
-    def forward(self, x):
-        return torch.softmax(x, dim=-1)
-
-def get_inputs():
-    return [torch.randn(24, 65)]
-
-def get_init_inputs():
-    return []
-"""
-SOURCE = r"""
-#include <cmath>
+SOURCE = (
+    ROWS
+    + r"""
 #include <torch/library.h>
 using at::Tensor;
-static void rows(const float *a, float *b, long n, long m) {
-  for (long i = 0; i < n; i++, a += m, b += m) {
-    float most = a[0], sum = 0;
-    for (long j = 1; j < m; j++) most = std::max(most, a[j]);
-    for (long j = 0; j < m; j++) sum += b[j] = std::exp(a[j] - most);
-    for (long j = 0; j < m; j++) b[j] /= sum;
-  }
-}
 Tensor whole(const Tensor &x) {
   auto y = at::empty_like(x);
   rows(x.data_ptr<float>(), y.data_ptr<float>(), x.size(0), x.size(1));
@@ -132,6 +112,7 @@ TORCH_LIBRARY_IMPL(ours, CPU, m) {
   m.impl("library_and_copy", &library_and_copy);
 }
 """
+)
 FUNCTIONS = re.findall(r"^(?:[\w:<>, ]+) (\w+)\((?:const )?Tensor", SOURCE, re.MULTILINE)
 CANDIDATE = '''
 import torch
